@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -24,6 +26,7 @@ from shoal.data.orders import Shuffled
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.tools.verify.hooks import Observer, observe_loaders
 from shoal.tools.verify.observations import ObserverOptions
+from shoal.tools.verify.observed_calls import keep_process_groups
 from shoal.tools.verify.operation_trace import plain_name
 
 
@@ -127,3 +130,15 @@ def test_names_are_those_of_the_users_model(name: str) -> None:
     assert plain_name(name) == "0.weight"
     assert plain_name("body.module.weight") == "body.module.weight"
     assert plain_name("module") == ""
+
+
+def test_a_process_group_that_a_script_destroys_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "destroy_process_group", dist.destroy_process_group)
+    keep_process_groups()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    group = ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    assert group() is not None

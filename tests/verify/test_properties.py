@@ -6,7 +6,7 @@ import pytest
 
 from shoal.tools.verify import properties
 from shoal.tools.verify.audit import kill_steps
-from shoal.tools.verify.causes import ScriptSource
+from shoal.tools.verify.causes import Restart, ScriptSource
 from shoal.tools.verify.observations import (
     CalledFunction,
     DeliveredBatch,
@@ -104,6 +104,22 @@ def test_state_that_was_saved_and_not_loaded_is_not_restored() -> None:
         again = run(RankRecord(rank=0, steps=(first, *STEPS[3:]), calls=(*load, *restored)))
         found = properties.decide_resume(saved, [again], SOURCE).cause
         assert (None if found is None else (found.name, found.line)) == cause
+
+
+@pytest.mark.parametrize(("restored", "copied"), [("a", True), ("b", False), ("c", False)])
+def test_another_rank_may_continue_with_the_generator_state_of_rank_0(
+    restored: str, copied: bool
+) -> None:
+    def ranks(*states: str) -> list[RankRecord]:
+        made = [step(1, generators={"python": "", "numpy": "", "torch": state}) for state in states]
+        whats = ("torch generator saved", "torch generator restored")
+        calls = tuple(CalledFunction(what=what, line="train.py:8") for what in whats)
+        return [RankRecord(rank=r, steps=(each,), calls=calls) for r, each in enumerate(made)]
+
+    restart = Restart(run(*ranks("a", "b")), run(*ranks("a", restored)), 0, SOURCE)
+    found = restart.missing("torch")
+    name = "generator state of rank 0 restored on all ranks"
+    assert (found is not None and (found.name, found.line) == (name, "train.py:8")) == copied
 
 
 def scaled(factor: float, *, ranks: int, unclipped: bool = False) -> RunRecord:
@@ -237,12 +253,10 @@ def test_numbers_of_ranks_are_equal_up_to_rounding_or_refuted() -> None:
 
 
 def test_ranks_without_a_process_group_are_separate_runs() -> None:
-    one = run(RankRecord(rank=0, steps=(step(1, (0,)),)), name="1 rank")
-    alone = tuple(RankRecord(rank=r, steps=(step(1, (0,), distributed=False),)) for r in (0, 1))
-    two = run(*alone, name="2 ranks").alone()
-    assert two.size == 1
-    found = properties.decide_world_size([one, two], SOURCE)
-    assert "no process group" in found.evidence
+    ranks = tuple(RankRecord(rank=r, steps=(step(1, (0,), distributed=False),)) for r in (0, 1))
+    assert run(*ranks).separate
+    assert run(*ranks).alone().size == 1
+    assert not run(*ranks[:1]).separate
 
 
 def test_samples_that_accelerate_repeats_in_evaluation_are_left_out_of_its_metrics() -> None:

@@ -112,7 +112,7 @@ def evaluate(model, size):
 
 
 def restore(model, optimizer, scheduler):
-    state = torch.load("state.pt")
+    state = torch.load("state.pt")  # line: load
     model.load_state_dict(state["model"], strict=FAULT != "buffers")
     if FAULT != "no optimizer":
         optimizer.load_state_dict(state["optimizer"])

@@ -22,11 +22,14 @@ from shoal.tools.verify.causes import (
 )
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
 from shoal.tools.verify.operations import (
+    OperationDifference,
     PropertyFinding,
     Trace,
     first_operation,
     first_operation_by_rows,
+    last_line,
     same_step,
+    undecided,
 )
 from shoal.tools.verify.progress import VerifyProgress
 from shoal.tools.verify.properties import (
@@ -45,7 +48,7 @@ from shoal.tools.verify.properties import (
 )
 from shoal.tools.verify.run_servers import RunServers, TimeLimitError
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
-from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
+from shoal.util.document import Document, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.packages import versions
 
@@ -122,6 +125,8 @@ class _Audit:
         self._traces: dict[tuple[str, int], list[Trace]] = {}
         self._runs: list[RunRecord] = []
         """One run for each number of ranks, then the repetition."""
+        self._separate = False
+        """Whether a run had several ranks without a process group."""
         self._found: dict[str, PropertyFinding] = {}
         self._decided: set[str] = set()
 
@@ -129,11 +134,13 @@ class _Audit:
         """Run all variants."""
         request = self._request
         self._servers.expect(FIRST_SEED, OTHER_SEED)
-        most = max(request.ranks)
-        sizes = sorted(set(request.ranks))
-        for size in sizes:
-            self._observe(Variant(name=name_ranks(size), size=size, hash_seed=FIRST_SEED))
+        for size in sorted(set(request.ranks)):
+            if not self._separate:
+                self._observe(Variant(name=name_ranks(size), size=size, hash_seed=FIRST_SEED))
+        if not self._runs:
+            self._observe(Variant(name=name_ranks(1), size=1, hash_seed=FIRST_SEED))
         baseline = self._runs[-1]
+        most = baseline.size
         # Another hash seed and order of files are what the next start of the same command may have.
         name = f"{name_ranks(most)}, again"
         repeat = Variant(name=name, size=most, hash_seed=OTHER_SEED, reverse_files=True)
@@ -167,9 +174,11 @@ class _Audit:
     def _observe(self, variant: Variant) -> RunRecord:
         """Run the script, and decide what the run refutes."""
         record = self._start(variant)
-        if self._servers.stopped is None:
+        # Scripts that run at the same time in one directory may fail, or read each other's files.
+        self._separate = self._separate or record.separate
+        if self._servers.stopped is None and not record.separate:
             check_run(self._request, record)
-        if record.length:
+        if record.length and not record.separate:
             self._runs.append(record)
             self._decide(*self._decisions(), final=False)
         self._check_stopped()
@@ -181,12 +190,16 @@ class _Audit:
 
     def _decisions(self) -> Iterator[PropertyFinding]:
         """Yield what the runs so far say about the properties that no other run decides."""
-        runs, source = [run.alone() for run in self._runs], self._source
+        runs, source = self._runs, self._source
         yield properties.decide_counts(runs, source, training=True)
         yield properties.decide_order(runs)
         yield properties.decide_draws(runs, source)
         yield properties.decide_counts(runs, source, training=False)
-        yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
+        if self._separate:
+            reason = "the script makes no process group: each rank is a separate run"
+            yield undecided(WORLD, reason)
+        else:
+            yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
         yield properties.decide_replicas(runs, source)
         yield properties.decide_schedule(runs)
         yield properties.decide_files(runs)
@@ -204,14 +217,17 @@ class _Audit:
         """Run again with the hash seed, then with the order of files of the first run."""
         seed, files = (f"{repeat.name}, same {what}" for what in ("hash seed", "files"))
         for changed, cause in (
-            (replace(repeat, name=seed, hash_seed=FIRST_SEED), hash_order_cause),
-            (replace(repeat, name=files, reverse_files=False), file_order_cause),
+            (replace(repeat, name=seed, hash_seed=FIRST_SEED), hash_order_cause(self._source)),
+            (
+                replace(repeat, name=files, reverse_files=False),
+                file_order_cause(baseline, self._source),
+            ),
         ):
             record = self._start(changed)
             self._check_stopped()
             check_run(self._request, record)
             if properties.first_difference(baseline, record) is None:
-                self._found[finding.name] = replace(finding, cause=cause(self._source))
+                self._found[finding.name] = replace(finding, cause=cause)
                 return
 
     def _restart(self, baseline: RunRecord, repeatable: PropertyFinding) -> None:
@@ -255,21 +271,37 @@ class _Audit:
         elif cause is None:
             line = runs[1].ranks[0].steps[difference.steps[1] - 1].line
             evidence = f"cause not known; {evidence}, before {line}"
-        if found is not None and cause is None:
+        if cause is not None and cause.name == "gradients clipped by the norm of a shard":
+            used = runs[1].ranks[0].steps[difference.steps[1] - 1].gradients.values()
+            line = last_line(second[0], {each.checksum for each in used})
+            cause = replace(cause, line=line or cause.line)
+        # The line of a draw that was observed is better than that of the first in the script's text.
+        guessed = cause is not None and cause.name == "unseeded torch generator"
+        if found is not None and (cause is None or (guessed and found.part == "generator")):
             cause = operation_cause(
                 found,
                 restart=restart,
                 ranks=finding.name == WORLD,
                 layers={**runs[0].ranks[0].layers, **runs[1].ranks[0].layers},
                 source=self._source,
+                trained=self._trained_line(found, names[1], difference.steps[1]),
             )
         self._found[finding.name] = replace(finding, evidence=evidence, operation=found, cause=cause)
+
+    def _trained_line(self, found: OperationDifference, name: str, step: int) -> str:
+        """Return the line that set the training mode last before a step of a run, "" if the module of
+        an operation has no gradient in the step before, which made no difference.
+        """
+        steps = self._records[name].ranks[0].steps[: step - 1]
+        weight = steps[-1].gradients.get(f"{found.module}.weight") if steps else None
+        traced = self._records[_traced_name(name, step)]
+        return traced.ranks[0].called("train mode") if weight is not None and weight.norm else ""
 
     def _trace(self, name: str, step: int) -> list[Trace]:
         """Return the operations of each rank in one step of a run, which runs again for them once."""
         if (name, step) not in self._traces:
             # A name of its own: it is the name of the run's directory.
-            traced = f"{name}, operations of step {step}"
+            traced = _traced_name(name, step)
             record = self._start(replace(self._variants[name], name=traced, trace_at=step))
             self._check_stopped()
             self._traces[name, step] = [rank.operations for rank in record.ranks]
@@ -313,24 +345,28 @@ def check_run(request: VerifyRequest, run: RunRecord) -> None:
         found = (
             f"the script failed with exit code {run.code}{f'; it {notes}' if notes else ''}:\n{output}"
         )
-        raise LaunchError(given=given, found=found, fix=_advice(notes, output, request))
+        raise LaunchError(given=given, found=found, fix=_advice(notes, output, run.size, request))
     if not run.length:
         reason = f"; it {notes}" if notes else ""
         found = f"the script ended without a call of Optimizer.step in its ranks{reason}"
-        fix = _advice(notes, output, request)
+        fix = _advice(notes, output, run.size, request)
         if not notes:
             fix += ", or verify without its checkpoints, if it has resumed a finished training"
         raise LaunchError(given=given, found=found, fix=fix)
 
 
-def _advice(notes: str, output: str, request: VerifyRequest) -> str:
+def _advice(notes: str, output: str, size: int, request: VerifyRequest) -> str:
     if "starts processes itself" in notes:
         return "let `shoal verify` start the ranks: run one rank per process"
     if "reads standard input" in notes:
         return "pass the values as arguments: shoal verify script.py --name value"
     if any(word in output.lower() for word in ("nvidia", "cuda", "gpu")):
         return "use a machine with a GPU, or the script's option for the CPU"
-    return f"run it by itself first: shoal run -n {request.ranks[0]} {request.script}"
+    return f"run it by itself first: shoal run -n {size} {request.script}"
+
+
+def _traced_name(name: str, step: int) -> str:
+    return f"{name}, operations of step {step}"
 
 
 def name_ranks(size: int) -> str:
@@ -364,7 +400,7 @@ def audit_document(report: AuditReport) -> Document:
         for each in cause_of(report.findings)
     ]
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    runs = KeyNumbers(pairs=[("runs", "; ".join(report.runs)), ("versions", versions)])
+    runs = [Text(text=f"runs: {'; '.join(report.runs)}"), Text(text=f"versions: {versions}")]
     notes = [Text(text=f"note: {note}") for note in report.notes]
     return Document(
         title=f"shoal verify {report.command}",
@@ -373,7 +409,7 @@ def audit_document(report: AuditReport) -> Document:
         sections=[
             Section(heading="Answers", blocks=[answers]),
             Section(heading="Causes", blocks=causes),
-            Section(heading="Runs", blocks=[*notes, runs]),
+            Section(heading="Runs", blocks=[*notes, *runs]),
         ],
         values={
             **to_plain(report),

@@ -92,6 +92,11 @@ CAUSES = (
         "load {} from the checkpoint, which has it",
     ),
     CauseEvidence(
+        "generator state of rank 0 restored on all ranks",
+        "equal to that of rank 0",
+        "save the states of all ranks, and restore the one of this rank",
+    ),
+    CauseEvidence(
         "scheduler built after the optimizer was restored",
         "calls in this order",
         "build the scheduler first: its constructor sets the learning rate",
@@ -142,6 +147,11 @@ CAUSES = (
         "clip after the gradients of all ranks have been averaged",
     ),
     CauseEvidence(
+        "gradients clipped by the norm of a shard",
+        "all ranks' shards have one norm",
+        "use `torch.nn.utils.clip_grad_norm_`, or sum the squares of the norms over the ranks",
+    ),
+    CauseEvidence(
         "gradients summed over ranks",
         "larger by the ratio of ranks",
         "divide by the number of ranks after the sum",
@@ -165,6 +175,11 @@ CAUSES = (
         "BatchNorm over the local batch",
         "equal inputs, different output",
         "convert with `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
+    ),
+    CauseEvidence(
+        "BatchNorm no longer frozen",
+        "the same, but not in the step before",
+        "call `eval()` of its BatchNorm modules after each `train()` of the model",
     ),
     CauseEvidence(
         "dropout drawn per rank",

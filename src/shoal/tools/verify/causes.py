@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.tools.verify.cause_table import STATES, because
 from shoal.tools.verify.observations import (
@@ -14,6 +15,7 @@ from shoal.tools.verify.observations import (
     DrawRecord,
     LoaderRecord,
     RunRecord,
+    StepRecord,
 )
 from shoal.tools.verify.operations import ROUNDING, LikelyCause, OperationDifference
 
@@ -49,9 +51,10 @@ def hash_order_cause(source: ScriptSource) -> LikelyCause:
     return because("hash order", source.line("hash", "set", "frozenset"))
 
 
-def file_order_cause(source: ScriptSource) -> LikelyCause:
+def file_order_cause(run: RunRecord, source: ScriptSource) -> LikelyCause:
     """Return the cause for runs that are equal with the same order of directory entries only."""
-    return because("file order", source.line("listdir", "iterdir", "scandir", "glob"))
+    lines = {call.line for call in run.ranks[0].calls if call.what == "listdir"}
+    return because("file order", lines.pop() if len(lines) == 1 else source.name)
 
 
 class Restart(NamedTuple):
@@ -68,13 +71,22 @@ class Restart(NamedTuple):
         saved = _called(self.baseline, f"{calls} saved") if calls else ""
         restored = _called(self.again, f"{calls} restored") if calls else ""
         if saved and restored:
-            return None
+            return self._copied_cause(state, restored)
         if saved:
             line = _called(self.again, "load") or self.source.line("load")
             return because("{} not restored", line, what, of=name)
         line = _called(self.baseline, "save")
         line = line or self.source.line("save", "save_pretrained", "save_state")
         return because("{} not in the checkpoint", line, what.format(detail), of=name)
+
+    def _copied_cause(self, state: str, line: str) -> LikelyCause | None:
+        """Return that another rank continues with the generator state of rank 0, if it does."""
+        before = [rank.steps[self.offset].generators.get(state) for rank in self.baseline.ranks]
+        after = [rank.steps[0].generators.get(state) for rank in self.again.ranks]
+        copied = [now == before[0] != own for own, now in zip(before[1:], after[1:], strict=True)]
+        if after[0] == before[0] and any(copied):
+            return because("generator state of rank 0 restored on all ranks", line)
+        return None
 
     def state_cause(self, kind: str, position: int, rank: int) -> LikelyCause | None:
         """Return why this kind of state differs at this position, None if an operation must tell."""
@@ -245,7 +257,8 @@ def world_size_cause(
     steps = [rank.steps[position] for rank in b.ranks]
     first = steps[0]
     if first.sharded:
-        return None
+        equal = kind.startswith("gradients") and _have_equal_norms(steps)
+        return because("gradients clipped by the norm of a shard", first.line) if equal else None
     if any(step.parameters != first.parameters for step in steps):
         return replica_cause(b, position, source)
     # Gradients that are averaged already are equal on all ranks.
@@ -261,6 +274,16 @@ def world_size_cause(
     if position and uneven[-1] and not any(uneven[:-1]):
         return because("mean of means", b.ranks[0].called("backward") or source.name)
     return None
+
+
+def _have_equal_norms(steps: Sequence[StepRecord]) -> bool:
+    """Return whether the shards that each rank holds have gradients of the same norm altogether."""
+    norms: dict[Any, float] = {}
+    for step in steps:
+        shards = {name: each for name, each in step.gradients.items() if each.place is not None}
+        places = frozenset((name, each.place) for name, each in shards.items())
+        norms[places] = math.hypot(*(each.norm for each in shards.values()))
+    return len(norms) > 1 and 0 < max(norms.values()) <= min(norms.values()) * (1 + ROUNDING)
 
 
 def _is_uneven(run: RunRecord, position: int) -> bool:
@@ -295,11 +318,17 @@ def operation_cause(
     ranks: bool,
     layers: Mapping[str, str],
     source: ScriptSource,
+    trained: str = "",
 ) -> LikelyCause | None:
-    """Return the cause at an operation that differs after a restart, between `ranks`, or runs."""
+    """Return the cause at an operation that differs after a restart, between `ranks`, or runs.
+
+    `trained` is the line that set the training mode last, if the module made no difference before.
+    """
     if restart is not None:
         return restart.operation_cause(found)
     line = found.line or source.name
+    if ranks and "batch_norm" in found.operation and trained:
+        return because("BatchNorm no longer frozen", trained)
     if ranks and "batch_norm" in found.operation:
         line = source.line("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
         return because("BatchNorm over the local batch", line)

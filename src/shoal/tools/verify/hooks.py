@@ -194,9 +194,11 @@ class Observer:
 
         @wraps(original)
         def observed(dataset: Any, *index: Any, **named: Any) -> Any:
-            before = checksum_generators()
+            with self.trace.paused():
+                before = checksum_generators()
             value = original(dataset, *index, **named)
-            self._note_draws(before, line)
+            with self.trace.paused():
+                self._note_draws(before, line)
             return value
 
         kind.__getitem__ = observed

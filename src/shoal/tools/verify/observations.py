@@ -264,11 +264,15 @@ class RunRecord:
             for name, found in shards.items()
         }
 
+    @property
+    def separate(self) -> bool:
+        """Whether several ranks took steps without a process group."""
+        steps = [step for rank in self.ranks for step in rank.steps]
+        return self.size > 1 and bool(steps) and not any(step.distributed for step in steps)
+
     def alone(self) -> RunRecord:
         """Return this run, or only its first rank if the ranks had no process group."""
-        if any(step.distributed for rank in self.ranks for step in rank.steps):
-            return self
-        return replace(self, size=1, ranks=self.ranks[:1])
+        return replace(self, size=1, ranks=self.ranks[:1]) if self.separate else self
 
     @property
     def length(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -29,6 +29,7 @@ REDUCTIONS = (
     *("reduce_scatter_tensor", "all_reduce_coalesced"),
 )
 CALLS: tuple[tuple[Any, str, str], ...] = (
+    (os, "listdir", "listdir"),
     (torch, "save", "save"),
     (torch, "load", "load"),
     (torch.autograd, "backward", "backward"),
@@ -78,6 +79,12 @@ def observe_calls(called: Callable[[str], None]) -> None:
     """Call `called` with what a function of CALLS does before each of its calls."""
     for owner, name, what in CALLS:
         call_before(owner, name, lambda *_, what=what, **__: called(what))
+
+    def trained(_module: nn.Module, mode: bool = True) -> None:
+        if mode:
+            called("train mode")
+
+    call_before(nn.Module, "train", trained)
     call_before(torch, "manual_seed", lambda seed: called(f"seed {seed}"))
 
 
@@ -125,6 +132,19 @@ def _clipping(
         return original(listed, *arguments, **named)
 
     return function
+
+
+def keep_process_groups() -> None:
+    """Keep each process group that the script destroys, to the end of the process.
+
+    A DistributedDataParallel that is freed frees its group and waits for the threads of Gloo, which may
+    wait for Python's lock at the same time.
+    """
+    kept: list[Any] = []
+    if dist.is_available():
+        call_before(
+            dist, "destroy_process_group", lambda group=None: kept.append(group or dist.group.WORLD)
+        )
 
 
 def reverse_listings() -> None:

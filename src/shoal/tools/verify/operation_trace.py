@@ -39,11 +39,15 @@ def checksum_bytes(parts: Iterable[bytes]) -> str:
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, on the CPU. Raises RuntimeError if its memory is freed."""
+    """Return a copy of this rank's part of a tensor, on the CPU.
+
+    A copy, because `numpy()` makes memory that FSDP frees later impossible to free. Raises RuntimeError
+    if it is freed already.
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel() and not local.untyped_storage().nbytes():
         raise RuntimeError("FSDP has freed the memory of this tensor")
-    return local.detach().cpu().contiguous()
+    return local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def checksum_tensor(tensor: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -122,6 +122,16 @@ def same_step(first: Trace, second: Trace) -> tuple[Trace, Trace]:
     return computed[0][len(computed[0]) - count :], computed[1][len(computed[1]) - count :]
 
 
+def last_line(trace: Trace, tensors: Collection[str]) -> str:
+    """Return the line of the last operation before the update that made one of these tensors, or ""."""
+    made = (
+        record.line
+        for record in reversed(trace)
+        if record.phase != "update" and any(each.checksum in tensors for each in record.outputs)
+    )
+    return next((line for line in made if line), "")
+
+
 def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> OperationDifference | None:
     """Compare two runs with the same number of ranks, bit by bit, rank by rank.
 
@@ -177,7 +187,7 @@ def first_operation_by_rows(
     """
     traces = [dict(_numbered(trace)) for trace in (*first, *second)]
     mean: OperationDifference | None = None
-    for key, record in traces[0].items():
+    for key, record in reversed(traces[0].items()):
         same = [found[key] for found in traces if key in found]
         if len(same) < len(traces) or record.phase == "update":
             continue
@@ -217,9 +227,11 @@ def _is_uneven_mean(same: Sequence[TracedOperation], first: int) -> bool:
 
 
 def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, str, str, int], TracedOperation]]:
-    """Number the calls of an operation in a module: wrappers of the model call more operations."""
+    """Number the calls of an operation in a module from the last one: wrappers of the model call more
+    operations, and an evaluation may come before the step.
+    """
     seen: Counter[tuple[str, str, str]] = Counter()
-    for record in trace:
+    for record in reversed(trace):
         call = record.phase, record.module, record.operation
         seen[call] += 1
         yield (*call, seen[call]), record

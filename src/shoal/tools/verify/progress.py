@@ -62,4 +62,5 @@ class VerifyProgress:
     def decided(self, finding: PropertyFinding) -> None:
         """Show the answer for a property."""
         evidence = f" ({finding.evidence})" if finding.verdict != "held" and finding.evidence else ""
-        print_path(self._console, f"{finding.name}: {finding.answer}{evidence}")
+        line = Text(printable(f"{finding.name}: {finding.answer}{evidence}"))
+        self._console.print(line, soft_wrap=not self._console.is_terminal)

@@ -392,8 +392,6 @@ def decide_micro_batches(baseline: RunRecord, changed: RunRecord | None) -> Prop
 def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
     """Compare runs on different numbers of ranks with the first."""
     reference, *others = runs
-    if others and all(run.size == reference.size for run in others):
-        return undecided(WORLD, "the script makes no process group: each rank is a separate run")
     largest, bits = 0.0, True
     for run in others:
         for position in range(min(reference.length, run.length)):

@@ -63,9 +63,10 @@ class ObservedScript(Script):
     def run(self) -> None:
         """Install the hooks and run the script as `__main__`."""
         from shoal.tools.verify.hooks import install_hooks
-        from shoal.tools.verify.observed_calls import reverse_listings
+        from shoal.tools.verify.observed_calls import keep_process_groups, reverse_listings
 
         self._begin_anew()
+        keep_process_groups()
         observer = install_hooks(self.observer, placement().rank)
         if self.observer.losses:
             from shoal.tools.verify.loss_hooks import observe_losses
