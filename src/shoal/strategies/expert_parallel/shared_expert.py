@@ -37,7 +37,7 @@ def shared_experts(layer: nn.Module, world: World) -> tuple[SharedForward, ...]:
 
 
 class Computed:
-    """The outputs of one layer that were computed ahead, with what they depend on.
+    """The outputs of one layer that were computed ahead, and their contexts.
 
     Recomputing activations ends before it calls for them; the next layer drops them.
     """
@@ -116,7 +116,7 @@ class SharedForward:
 
 
 def _context(given: Tensor) -> tuple[Any, ...]:
-    """Return what an output depends on: the tensor, changes of it, gradients and autocast."""
+    """Return all that an output depends on: the tensor, changes of it, gradients and autocast."""
     kind = given.device.type
     mixed = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return id(given), version(given), torch.is_grad_enabled(), mixed
