@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from helpers.causal_transformer import WIDTH
@@ -83,6 +85,17 @@ class OtherInput(Mixture):
         return result
 
 
+class Between(Mixture):
+    """A mixture that uses its input between the experts and the shared expert, and afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
+        mixed = self.experts(x.flatten(0, -2), index, weights)
+        gate = x.sigmoid()
+        result: Tensor = self.shared(x) * gate + mixed.view(*x.shape[:-1], -1) + x.tanh()
+        return result
+
+
 def order_of_work(
     world: shoal.World, make: type[Mixture], ahead: bool, recompute: bool = False
 ) -> tuple[list[list[str]], Tensor]:
@@ -99,7 +112,7 @@ def order_of_work(
             plain: Any = getattr(exchange._Transfer, name)
             patch.setattr(exchange._Transfer, name, note(plain, notes, noted))
         if not ahead:
-            patch.setattr(shared_expert.SharedForward, "before_experts", lambda *_: None)
+            patch.setattr(shared_expert.SharedForward, "_is_ahead", lambda *_: False)
         model = shoal.parallelize(model, world, [*strategy, shoal.ExpertParallel()])
         step = shoal.Step(model, torch.optim.AdamW(model.parameters()), shoal.Task(squares))
         happened = []
@@ -134,10 +147,11 @@ AFTER, AHEAD = "sent arrived sent arrived shared", "sent shared arrived sent arr
         (Mixture, False, AHEAD, "sent arrived sent shared arrived"),
         (Mixture, True, f"{AHEAD} {AHEAD}", "sent arrived sent shared arrived"),
         (OneName, False, AHEAD, "sent arrived sent shared arrived"),
+        (Between, False, AHEAD, "sent arrived sent shared arrived"),
         (SharedFirst, False, "shared sent arrived sent arrived", AFTER),
         (OtherInput, False, AFTER, "shared sent arrived sent arrived"),
     ],
-    ids=["layer's input", "recomputed", "one name", "called first", "other input"],
+    ids=["layer's input", "recomputed", "one name", "used between", "called first", "other input"],
 )
 def test_the_shared_expert_computes_while_tokens_are_sent(
     two: Ranks, make: type[Mixture], recompute: bool, forward: str, backward: str
@@ -148,3 +162,127 @@ def test_the_shared_expert_computes_while_tokens_are_sent(
         assert happened[0] == before[0]  # the first step observes
         assert happened[1] == happened[2] == f"{forward} {backward}".split()
         assert torch.equal(weight, other)
+
+
+class Dropping(nn.Linear):
+    """A shared expert with dropout after the first step."""
+
+    p = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), self.p, self.training)
+
+
+class Dropped(Mixture):
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        self.shared.__class__ = Dropping
+
+
+class Scaling(nn.Linear):
+    scale: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Scaled(Mixture):
+    """A mixture that sets an attribute of its shared expert just before it calls it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        self.shared.__class__ = Scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
+        mixed = self.experts(x.flatten(0, -2), index, weights).view(*x.shape[:-1], -1)
+        self.shared.scale = mixed.detach().square()
+        result: Tensor = self.shared(x) + mixed
+        return result
+
+
+class Sometimes(Mixture):
+    """A mixture that skips its shared expert, which has a BatchNorm, in each second step."""
+
+    calls = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        layers = nn.Flatten(0, 1), self.shared, nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, 3))
+        self.shared = nn.Sequential(*layers).double()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
+        mixed: Tensor = self.experts(x.flatten(0, -2), index, weights).view(*x.shape[:-1], -1)
+        self.calls += self.training
+        return self.shared(x) + mixed if self.calls % 2 else mixed
+
+
+class Repeated(Mixture):
+    """A mixture that runs twice and recomputes only its experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.once(x)
+        return x
+
+    def once(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
+        mixed: Any = checkpoint(self.experts, x.flatten(0, -2), index, weights, use_reentrant=False)
+        result: Tensor = (self.shared(x) + mixed.view(*x.shape[:-1], -1)).tanh()
+        return result
+
+
+def tensors_after(world: shoal.World, make: Any) -> list[Tensor]:
+    """Return a parameter and the buffers after four steps."""
+    world.reseed("weights", by_rank=False)
+    mixture = make(width=WIDTH)
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), mixture).double()
+    model = shoal.parallelize(model, world, shoal.ExpertParallel())
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.01), shoal.Task(squares))
+    inputs = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = shoal.Loader((inputs.double(),), world, batch_size=8)
+    for batch in data.epochs(4):
+        step(batch)
+        mixture.shared.p = 0.5
+    return [model[0].weight.detach().clone(), *model.buffers()]
+
+
+@pytest.mark.parametrize("make", [Dropped, Scaled, Sometimes, Repeated])
+def test_the_results_are_those_of_the_models_own_order(two: Ranks, make: type[Mixture]) -> None:
+    with shoal.init() as world:
+        expected = tensors_after(world, make)
+    for found in two.call(tensors_after, make):
+        for tensor, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(tensor, other, rtol=1e-9, atol=1e-9)
+
+
+def with_a_critic(world: shoal.World) -> Tensor:
+    """Return a parameter after steps in which a model runs again before its first backward pass."""
+    world.reseed("weights", by_rank=False)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture(width=WIDTH)).double()
+    strategy = [shoal.ActivationCheckpointing(modules=("1",)), shoal.ExpertParallel()]
+    model: Any = shoal.parallelize(module, world, strategy)
+    critic = shoal.parallelize(nn.Linear(WIDTH, 1).double(), world, shoal.ExpertParallel(modules=()))
+    both = [(model, torch.optim.AdamW(model.parameters()))]
+    both.append((critic, torch.optim.AdamW(critic.parameters())))
+    inputs = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = shoal.Loader((inputs.double(),), world, batch_size=8)
+    for batch in data.epochs(3):
+        for (x,) in batch:
+            first = model(x)
+            for part, optimizer in reversed(both):
+                loss = critic(first.detach()) if part is critic else first + 2 * model(x.tanh())
+                batch.backward(total=loss.square().sum(), count=len(x), model=part)
+                batch.finish(part)
+                optimizer.step()
+                optimizer.zero_grad()
+    weight: Tensor = model[0].weight.detach().clone()
+    return weight
+
+
+def test_the_order_changes_between_forward_and_backward(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = with_a_critic(world)
+    for found in two.call(with_a_critic):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

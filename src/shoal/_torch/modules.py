@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from shoal._torch.versions import imported
+
 if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -54,6 +56,12 @@ def remove_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> 
 def call_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks that run when `module` is called, or in its backward; torch has no list."""
     return [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks run when any module is called. They can be registered, but not listed."""
+    found = imported("torch.nn.modules.module", "_has_any_global_hook", "ExpertParallel")
+    return bool(found())
 
 
 def copied_attributes(module: nn.Module) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class CoupledStep:
         calls: The number of calls of each layer in this micro-batch.
         recorded: The sums that each layer has recorded since the batch began.
         applied: The number of batches whose sums were applied.
+        expected: The calls that layers expect next in the batch, by the function that is called.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,6 +60,7 @@ class CoupledStep:
         self.calls: dict[nn.Module, int] = {}
         self.recorded: dict[nn.Module, Recorded] = {}
         self.applied = 0
+        self.expected: dict[object, Any] = {}
         self.group: dist.ProcessGroup | None = None
         self._couplings: weakref.WeakSet[Coupling] = weakref.WeakSet()
         self._world = world
@@ -110,6 +112,7 @@ class CoupledStep:
     def drop(self) -> None:
         """Forget what a batch has recorded that was skipped or failed."""
         self.recorded.clear()
+        self.expected.clear()
 
     def apply(self) -> None:
         """Update the state of the layers with the sums of the batch, the same on all ranks. Collective.
@@ -117,6 +120,7 @@ class CoupledStep:
         Only now: no layer sees a state that depends on where the batch was cut.
         """
         self.applied += 1
+        self.expected.clear()
         if self.recorded:  # on all ranks or on none
             with torch.no_grad():
                 self._apply_recorded()
