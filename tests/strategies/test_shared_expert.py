@@ -215,7 +215,8 @@ class Sometimes(Mixture):
         weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
         mixed: Tensor = self.experts(x.flatten(0, -2), index, weights).view(*x.shape[:-1], -1)
         self.calls += self.training
-        return self.shared(x) + mixed if self.calls % 2 else mixed
+        result: Tensor = self.shared(x) + mixed if self.calls % 2 else mixed
+        return result
 
 
 class Repeated(Mixture):
@@ -261,7 +262,7 @@ def with_a_critic(world: shoal.World) -> Tensor:
     """Return a parameter after steps in which a model runs again before its first backward pass."""
     world.reseed("weights", by_rank=False)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture(width=WIDTH)).double()
-    strategy = [shoal.ActivationCheckpointing(modules=("1",)), shoal.ExpertParallel()]
+    strategy: Any = [shoal.ActivationCheckpointing(modules=("1",)), shoal.ExpertParallel()]
     model: Any = shoal.parallelize(module, world, strategy)
     critic = shoal.parallelize(nn.Linear(WIDTH, 1).double(), world, shoal.ExpertParallel(modules=()))
     both = [(model, torch.optim.AdamW(model.parameters()))]
@@ -271,12 +272,13 @@ def with_a_critic(world: shoal.World) -> Tensor:
     for batch in data.epochs(3):
         for (x,) in batch:
             first = model(x)
-            for part, optimizer in reversed(both):
+            for part in (critic, model):
                 loss = critic(first.detach()) if part is critic else first + 2 * model(x.tanh())
                 batch.backward(total=loss.square().sum(), count=len(x), model=part)
                 batch.finish(part)
-                optimizer.step()
-                optimizer.zero_grad()
+        for _, optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
     weight: Tensor = model[0].weight.detach().clone()
     return weight
 
