@@ -183,7 +183,8 @@ class Scaling(nn.Linear):
     scale: Any = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
+        scaled: Tensor = super().forward(x) * self.scale
+        return scaled
 
 
 class Scaled(Mixture):
