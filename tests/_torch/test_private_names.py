@@ -84,7 +84,8 @@ def test_queue_callback() -> None:
 
 
 def test_autograd() -> None:
-    """`_current_autograd_node`, `_top_saved_tensors_default_hooks`, `_version`, `_is_view`, `_cdata`, `_saved_result`, `_forward_cls`."""
+    """`_current_autograd_node`, `_top_saved_tensors_default_hooks`,
+    `_version`, `_is_view`, `_cdata`, `_saved_result`, `_forward_cls`."""
     seen: list[bool] = []
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(lambda _: seen.append(autograd.in_backward()))
