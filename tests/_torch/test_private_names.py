@@ -86,6 +86,9 @@ def test_queue_callback() -> None:
 def test_autograd() -> None:
     """`_current_autograd_node`, `_top_saved_tensors_default_hooks`,
     `_version`, `_is_view`, `_cdata`, `_saved_result`, `_forward_cls`."""
+    assert not autograd.saved_tensor_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert autograd.saved_tensor_hooks()
     seen: list[bool] = []
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(lambda _: seen.append(autograd.in_backward()))
