@@ -84,8 +84,7 @@ def test_queue_callback() -> None:
 
 
 def test_autograd() -> None:
-    """`_current_autograd_node`, `_top_saved_tensors_default_hooks`,
-    `_version`, `_is_view`, `_cdata`, `_saved_result`, `_forward_cls`."""
+    """`_current_autograd_node`, `_version`, `_is_view`, `_cdata`, `_saved_result`, `_forward_cls`."""
     assert not autograd.saved_tensor_hooks()
     with torch.autograd.graph.save_on_cpu():
         assert autograd.saved_tensor_hooks()

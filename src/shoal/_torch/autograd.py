@@ -44,13 +44,15 @@ def running_node_number() -> int | None:
     return None if node is None else int(required(node, "_sequence_nr", "shoal verify")())
 
 
-def saved_tensor_hooks() -> int:
+def saved_tensor_hooks() -> int | None:
     """Return a number of the innermost hooks of saved tensors, as checkpointing sets; 0 without any.
 
-    Public functions only set them. The number may be that of later ones once these are gone.
+    Public functions only set them. The number may be that of later ones once these are gone. None where
+    torch lacks the name.
     """
-    found = required(torch._C._autograd, "_top_saved_tensors_default_hooks", "ExpertParallel")(False)
-    return 0 if found is None else id(found[0])
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found = None if top is None else top(False)
+    return None if top is None else 0 if found is None else id(found[0])
 
 
 def version(tensor: Tensor) -> int:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from shoal._torch.versions import imported
-
 if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -59,9 +57,9 @@ def call_hooks(module: nn.Module) -> list[Any]:
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks run when any module is called. They can be registered, but not listed."""
-    found = imported("torch.nn.modules.module", "_has_any_global_hook", "ExpertParallel")
-    return bool(found())
+    """Return whether hooks run when any module is called, or may: public functions only set them."""
+    found = getattr(nn.modules.module, "_has_any_global_hook", None)
+    return found is None or bool(found())
 
 
 def copied_attributes(module: nn.Module) -> dict[str, Any]:

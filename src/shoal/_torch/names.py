@@ -48,6 +48,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "layers that are recomputed in backward stop the first step with an error": (
         "torch:_C._current_autograd_node",
     ),
+    "shared experts compute after the others": (
+        "torch._C:_autograd._top_saved_tensors_default_hooks",
+        "torch.nn.modules.module:_has_any_global_hook",
+    ),
     "ActivationCheckpointing stops with an error when it is set up": (
         "torch.distributed._composable.checkpoint_activation:checkpoint",
         "torch.distributed._composable.contract:_get_registry",

@@ -49,7 +49,7 @@ class _Expected(NamedTuple):
     """The input of the layer and that of the experts, each with the view with which the shared expert
     computes. Nodes of autograd run in the order of their numbers, so the gradient of an input adds up
     in the same order, ahead or not."""
-    state: list[tuple[object, int]]
+    state: Sequence[tuple[object, int | None]]
     computed: Tensor | None = None
     """The input of the output."""
     output: Any = None
@@ -67,7 +67,7 @@ class SharedForward:
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module = module
-        self._entered: tuple[Callable[[], Tensor | None], int] | None = None
+        self._entered: tuple[Callable[[], Tensor | None], int | None] | None = None
         self._step = world.service(CoupledStep)
         self._observed: tuple[int, bool] | None = None
         self._ahead, self._since = False, 0
@@ -85,7 +85,8 @@ class SharedForward:
     def before_experts(self, hidden: Tensor) -> Callable[[], None] | None:
         """Expect a call; return a function that computes its output now, or None."""
         entered, self._entered = self._entered, None
-        if entered is None or entered[1] != saved_tensor_hooks():  # only the experts run again
+        hooks = saved_tensor_hooks()
+        if entered is None or hooks is None or entered[1] != hooks:  # only the experts run again
             return None
         of_layer = entered[0]()
         given = of_layer if self._observed is not None and self._observed[1] else hidden
@@ -95,7 +96,8 @@ class SharedForward:
         inputs = tuple(
             (each, each.view_as(each)) for each in dict.fromkeys((of_layer, hidden)) if each is not None
         )
-        self._step.expected[self] = _Expected(inputs, _state(self.module, inputs))
+        state = () if ahead else _state(self.module, inputs)
+        self._step.expected[self] = _Expected(inputs, state)
         return partial(self._compute, given) if ahead and given is not None else None
 
     def _overlaps(self) -> bool:
@@ -151,7 +153,9 @@ class SharedForward:
         return result
 
 
-def _state(module: nn.Module, inputs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[object, int]]:
+def _state(
+    module: nn.Module, inputs: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[object, int | None]]:
     """Return all that an output depends on, with the number of in-place changes of tensors."""
     kind = inputs[0][0].device.type
     mixed = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -165,7 +169,7 @@ def _state(module: nn.Module, inputs: Sequence[tuple[Tensor, Tensor]]) -> list[t
     return [*zip(held, changes, strict=True), (None, saved_tensor_hooks())]
 
 
-def _same(one: Sequence[tuple[object, int]], other: Sequence[tuple[object, int]]) -> bool:
+def _same(one: Sequence[tuple[object, int | None]], other: Sequence[tuple[object, int | None]]) -> bool:
     return len(one) == len(other) and all(
         each is now and before == after for (each, before), (now, after) in zip(one, other, strict=True)
     )
