@@ -21,7 +21,7 @@ from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import PUBLISHED_MARGIN, estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, FixedOptions, find_candidates
 from shoal.tools.plan.search.search import search_plans
-from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.time.step_time import bound_step
 from shoal.tools.plan.work.planned_step import ANY_PRECISION
 from shoal.tools.plan.work.transformer import Transformer, parse_model
 
@@ -43,7 +43,7 @@ def screened(model: Transformer, machine: Machine, devices: int, precision: str)
     """Return all configurations, after the memory and the bounds of those that fit."""
     candidates = find_candidates(model, machine, devices, BATCH, FixedOptions(precision=precision))
     fits = (1 + PUBLISHED_MARGIN) * estimate_memory(model, candidates).total <= machine.available
-    estimate_step(model, candidates.where(fits), machine)
+    bound_step(model, candidates.where(fits), machine)
     return candidates
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -12,17 +12,20 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction, action_lists
+from shoal.strategies.partition.stages import balanced
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches
 from shoal.tools.plan.time import step_time
 from shoal.tools.plan.time.step_time import (
+    bound_step,
     estimate_step,
     pass_seconds,
     pipeline_bubble,
     simulate_actions,
 )
 from shoal.tools.plan.work.planned_step import PlannedStep
+from shoal.tools.plan.work.stage_layers import balanced_layers, stage_layers
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import StepError
 
@@ -65,7 +68,10 @@ def works(actions: Sequence[Any]) -> Iterator[PipelineAction]:
 
 
 A100 = find_machine("a100-80")
-MODEL = Transformer(hidden=512, layers=48, heads=8, vocab=64, seq=512, tied=0)
+MODEL = Transformer(hidden=512, layers=96, heads=8, vocab=64, seq=512, tied=0)
+LLAMA_405B = Transformer(
+    hidden=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=8192, gated=1, tied=0
+)
 UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 PIPELINES = [(2, 4), (2, 7), (3, 6), (4, 3), (4, 8), (4, 10), (4, 12), (6, 24), (8, 16)]
 
@@ -121,7 +127,7 @@ def test_actions_are_those_of_torch() -> None:
 
 
 def simulated(plan: PlannedStep) -> float:
-    return pipeline_bubble(plan, MODEL.layers, pass_seconds(MODEL, plan, A100))
+    return pipeline_bubble(MODEL, plan, pass_seconds(MODEL, plan, A100))
 
 
 def most_held(plan: PlannedStep) -> float:
@@ -138,12 +144,41 @@ def test_closed_forms() -> None:
     for plan in PLANS:
         found = simulated(plan)
         assert most_held(plan) == held_micro_batches(plan), plan
-        bubble = estimate_step(MODEL, plan, A100).parts["bubble"]
+        bubble = bound_step(MODEL, plan, A100).parts["bubble"]
         assert found >= bubble * (1 - 1e-9), plan
         even = plan.micro_batches % plan.layout.pipeline == 0
         if plan.schedule in ("1f1b", "gpipe") or (plan.schedule == "interleaved" and even):
             # A pass through the output layer, here a few launches, may delay other stages.
             assert found == pytest.approx(bubble, rel=0.1), plan
+
+
+def test_stages_have_the_layers_that_a_pipeline_gives_them() -> None:
+    for layers, head, stages in product((3, 12, 31, 48), (0.3, 1.0, 2.5, 4.46), range(1, 12)):
+        if stages > layers + 1:
+            continue
+        costs = [*((str(number), 1.0) for number in range(layers)), (str(layers), head)]
+        bounds = [0, *map(int, balanced(costs, stages)), layers]
+        assert balanced_layers(layers, head, stages) == tuple(b - a for a, b in pairwise(bounds))
+
+
+def test_fewer_layers_at_the_ends() -> None:
+    """Llama 3 405B was trained on 16 ranks with one layer less on the first and on the last."""
+    plan = PlannedStep(layout=Layout(pipeline=16), global_batch=64, micro_batch=1)
+    assert stage_layers(LLAMA_405B, plan) == (7, *[8] * 14, 7)
+    even = replace(plan, split_sends=True)  # as Megatron-LM splits
+    assert stage_layers(replace(LLAMA_405B, layers=128), even) == (8,) * 16
+    each = pass_seconds(LLAMA_405B, plan, A100)
+    others = (126 - 8) * each.total + each.head.total
+    assert pipeline_bubble(LLAMA_405B, plan, each) == pytest.approx(others, rel=0.01)
+
+
+def test_steps_take_at_least_their_bound() -> None:
+    """Screening by the bound must not lose the fastest plan, also if stages are unequal."""
+    for plan, layers, vocab in product(PLANS, (29, 50), (64, 32_000)):
+        if plan.layout.pipeline * plan.stages <= layers + 1:
+            model = replace(MODEL, layers=layers, vocab=vocab)
+            bound = bound_step(model, plan, A100).total
+            assert estimate_step(model, plan, A100).total >= bound * (1 - 1e-9), plan
 
 
 def repeats(plan: PlannedStep) -> bool:

@@ -18,7 +18,7 @@ from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.search.candidates import FixedOptions, find_candidates
 from shoal.tools.plan.search.search import Prediction, SearchResult, predict, search_plans
 from shoal.tools.plan.time.step_error import step_band
-from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.time.step_time import bound_step
 from shoal.tools.plan.work.planned_step import FORMATS, PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer, parse_model
 from shoal.util.errors import ShoalError, StepError
@@ -192,7 +192,7 @@ def test_bounds_are_below_predictions_and_memory_is_exact(seed: int) -> None:
     model, machine, devices, batch = random_case(seed)
     candidates = find_candidates(model, machine, devices, batch, FixedOptions(precision="any"))
     memory = estimate_memory(model, candidates).total
-    bounds = estimate_step(model, candidates, machine).total * (1 - 1e-9)
+    bounds = bound_step(model, candidates, machine).total * (1 - 1e-9)
     draws = random.Random(seed)
     for number in draws.sample(range(len(bounds)), min(300, len(bounds))):
         found = predict(model, candidates.plan(number), machine)
@@ -250,7 +250,7 @@ def test_a_layout_or_options_that_are_not_valid() -> None:
         ("shard=4", 16, "4 processes", "--layout"),
         ("shard=-1,tensor=3", 16, "multiple of 3", "--layout"),
         ("tensor=8", 16, "tensor=8 does not divide 4 key and value heads", "use tensor=4"),
-        ("pipeline=8", 16, "pipeline=8 does not divide 4 layers", "use pipeline=4"),
+        ("pipeline=8", 16, "pipeline=8 has 8 stages for 4 layers", "use pipeline=4"),
         ("context=2,pipeline=4", 16, "does not combine", "one of the two"),
         ("expert=8", 16, "no experts", "experts=8,choices=2"),
         ("shard=8", 12, "do not divide 12 samples", "--batch 16"),

@@ -20,7 +20,7 @@ from shoal.tools.plan.memory.estimate import (
 from shoal.tools.plan.search.search import predict
 from shoal.tools.plan.time.known_step import machine_of_step, parse_known_step
 from shoal.tools.plan.time.step_error import published_errors, step_band
-from shoal.tools.plan.time.step_time import estimate_step, pass_seconds, pipeline_bubble
+from shoal.tools.plan.time.step_time import bound_step, estimate_step, pass_seconds, pipeline_bubble
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer, parse_model
 from shoal.util.errors import ShoalError
@@ -121,8 +121,8 @@ def test_simulated_schedules_agree_with_the_closed_form() -> None:
             schedule = "1f1b" if plan.stages == 1 else "interleaved"
             simulated = replace(plan, schedule=schedule)
             passes = pass_seconds(model, simulated, machine)
-            found = pipeline_bubble(simulated, model.layers, passes)
-            bubble = estimate_step(model, plan, machine).parts["bubble"]
+            found = pipeline_bubble(model, simulated, passes)
+            bubble = bound_step(model, plan, machine).parts["bubble"]
             assert found == pytest.approx(bubble, rel=0.01)
 
 

@@ -123,10 +123,10 @@ def test_text_and_page(tmp_path: Path) -> None:
 
 
 def test_numbers_that_do_not_divide_the_batch_have_a_reason() -> None:
-    found = values("-n", "8,24")["numbers"]
+    found = values("-n", "8,37")["numbers"]
     assert found[0]["best"]
     assert "no layout splits 64 samples" in found[1]["reason"]
-    assert "no layout splits 64 samples" in plan_error(*PLAN, "-n", "24,48").found
+    assert "no layout splits 64 samples" in plan_error(*PLAN, "-n", "37,41").found
 
 
 def test_a_training_that_does_not_end_has_a_reason() -> None:

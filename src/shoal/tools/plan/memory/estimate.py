@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
+from shoal.tools.plan.work.stage_layers import split_layers
 from shoal.tools.plan.work.transformer import Transformer
 
 
@@ -102,10 +103,12 @@ def sharded_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
 
 def _stage_parts(model: Transformer, plan: PlannedStep) -> tuple[Quantity, Quantity]:
     """Return the parameters that every token passes, and those of a rank's experts."""
-    layers = -(-model.layers // plan.layout.pipeline)
-    tables = model.embedding * np.where(plan.both_tables, 2 - model.tied, 1)
+    split = split_layers(model, plan)
+    layers = np.ceil(split.largest)
     experts = layers * model.expert_weights / plan.layout.expert
-    return (layers * model.shared_weights + tables) / plan.layout.tensor, experts
+    return (
+        layers * model.shared_weights + split.tables * model.embedding
+    ) / plan.layout.tensor, experts
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
@@ -137,9 +140,9 @@ def estimate_memory(model: Transformer, plan: PlannedStep) -> RankMemory:
     # FSDP copies a shard to 16 bits only to gather it.
     own = np.where(plan.sharded, np.minimum(numbers.parameter, 4), numbers.parameter)
     stored, again = layer_activations(model, plan)
-    layers = -(-model.layers // plan.layout.pipeline)
-    first = held_micro_batches(plan) * layers * stored
-    last = held_micro_batches(plan, last=True) * layers * stored
+    split = split_layers(model, plan)
+    first = held_micro_batches(plan) * np.ceil(split.most) * stored
+    last = held_micro_batches(plan, last=True) * np.ceil(split.last) * stored
     logits = _logit_bytes(model, plan)
     first_logits = np.where(plan.both_tables, logits, 0.0)
     later = last + logits > first + first_logits

@@ -152,13 +152,13 @@ def divisors(number: int) -> list[int]:
 def valid_layouts(model: Transformer, machine: Machine, devices: int, batch: int) -> Iterator[Layout]:
     """Yield the layouts that the model, the node and the global batch allow.
 
-    Tensor and context parallelism stay within a node; stages have equal numbers of layers.
+    Tensor and context parallelism stay within a node; each stage but the last has a layer.
     """
     node = math.gcd(min(machine.devices, devices), devices)
     for tensor in divisors(node):
         for context in divisors(node // tensor):
             rest = devices // (tensor * context)
-            for pipeline in divisors(math.gcd(model.layers, rest)):
+            for pipeline in divisors(rest):
                 for expert, shard in _data_degrees(model, rest // pipeline):
                     layout = Layout(
                         tensor=tensor,
@@ -194,7 +194,6 @@ def layout_problem(model: Transformer, layout: Layout, batch: int) -> tuple[str,
         (model.width, "columns of the MLP", "tensor"),
         (model.seq, "tokens of a sample", "context"),
         (heads // layout.tensor, "key and value heads of a rank", "context"),
-        (model.layers, "layers", "pipeline"),
         (model.experts, "experts", "expert"),
     ):
         degree = layout.degree(axis)
@@ -202,10 +201,15 @@ def layout_problem(model: Transformer, layout: Layout, batch: int) -> tuple[str,
             most = math.gcd(count, degree)
             fix = f"use {axis}={most}, and shard=-1 for the other devices"
             return f"{axis}={degree} does not divide {count:,} {what}", fix
-    if model.tied and layout.pipeline > 1 and model.layers % (2 * layout.pipeline):
-        stages = 2 * layout.pipeline  # the first and the last stage are on one rank
-        found = f"with tied=1, a rank has two stages, and {stages} do not divide {model.layers} layers"
-        return found, f"use pipeline={math.gcd(model.layers // 2, layout.pipeline)}, or tied=0"
+    each = 1 + model.tied  # with one table, the first and the last stage are on one rank
+    most = (model.layers + 1) // each
+    if 1 < layout.pipeline > most:
+        found = (
+            f"pipeline={layout.pipeline} has {each * layout.pipeline} stages for {model.layers} layers"
+        )
+        found += " (with tied=1, a rank has two stages)" if model.tied else ""
+        ranks = max(degree for degree in divisors(layout.pipeline) if degree <= most)
+        return found, f"use pipeline={ranks}, and shard=-1 for the other devices"
     if batch % layout.data_size:
         nearest = max(1, round(batch / layout.data_size)) * layout.data_size
         found = f"its {layout.data_size:,} data-parallel ranks do not divide {batch:,} samples"
@@ -305,7 +309,6 @@ def _flows(
     if pipeline == 1:
         yield "1f1b", 1
         return
-    layers = model.layers // pipeline
     for name, kind in SCHEDULES.items():
         if fixed.schedule not in (None, name) or (model.tied and not kind.folded):
             continue  # if tied and not folded, the embedding and the output layer are on two ranks
@@ -313,7 +316,8 @@ def _flows(
         for stages in tried if fixed.stages or not kind.fixed else (kind.stages,):
             crowded = sharded and stages > _RESIDENT
             supported = _supports(name, pipeline, count, every=fixed.schedule is not None)
-            if kind.allows(stages) and layers % stages == 0 and not crowded and supported:
+            enough = pipeline * stages <= model.layers + 1
+            if kind.allows(stages) and enough and not crowded and supported:
                 yield name, stages
 
 

@@ -25,7 +25,7 @@ from shoal.tools.plan.search.candidates import (
     find_candidates,
 )
 from shoal.tools.plan.time.simulation import CollectiveTotal, RankRun
-from shoal.tools.plan.time.step_time import StepParts, estimate_step, pass_seconds, pipeline_bubble
+from shoal.tools.plan.time.step_time import StepParts, bound_step, estimate_step
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
@@ -141,16 +141,11 @@ _ROUNDING = 1e-9
 
 def predict(model: Transformer, plan: PlannedStep, machine: Machine) -> Prediction:
     """Return the predicted memory and step time of a configuration; a pipeline is simulated."""
-    passes = pass_seconds(model, plan, machine)
-    time = estimate_step(model, plan, machine, passes)
-    if plan.layout.pipeline > 1:
-        bubble = pipeline_bubble(plan, model.layers, passes)
-        time = StepParts({**time.parts, "bubble": bubble})
     memory = estimate_memory(model, plan)
     return Prediction(
         plan=plan,
         memory=memory,
-        time=time,
+        time=estimate_step(model, plan, machine),
         available=machine.available,
         margin=round(PUBLISHED_MARGIN * memory.total),
     )
@@ -208,7 +203,7 @@ class _Screened:
 
     def __init__(self, model: Transformer, machine: Machine, candidates: Candidates) -> None:
         self._model, self._machine, self._candidates = model, machine, candidates
-        self.bounds = estimate_step(model, candidates, machine).total * (1 - _ROUNDING)
+        self.bounds = bound_step(model, candidates, machine).total * (1 - _ROUNDING)
         self.predicted: dict[int, Prediction] = {}
 
     def fastest(self, numbers: Integers, top: int) -> list[Prediction]:
@@ -266,8 +261,7 @@ def _no_configuration(
     nearest = max(1, round(batch / devices)) * devices
     return ShoalError(
         given=f"{counted(devices, 'device')}, global batch {batch}",
-        found=f"no layout splits {batch} samples, {model.layers} layers and {model.key_heads} heads "
-        "evenly",
+        found=f"no layout splits {batch} samples and {model.key_heads} heads evenly",
         fix=f"use a global batch size that can be split evenly, such as --batch {nearest}",
     )
 

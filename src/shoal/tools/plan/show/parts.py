@@ -13,6 +13,7 @@ from shoal.tools.plan.time.rates import peak_rate
 from shoal.tools.plan.time.step_error import step_band
 from shoal.tools.plan.time.step_time import Span
 from shoal.tools.plan.training.whole_training import TrainingEstimate
+from shoal.tools.plan.work.stage_layers import stage_layers
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import BarPlot, DocumentBlock, Figure, SpanPlot, Table, Text
 from shoal.util.units import compact, counted, duration, percent
@@ -56,6 +57,7 @@ def prediction_values(model: Transformer | None, machine: Machine, found: Predic
             "tokens_per_second": plan.global_batch * model.seq / time.total,
             "mfu": utilization(model, machine, found),
             "memory_bytes": memory.total,
+            "stage_layers": stage_layers(model, plan),
         }
     return values | {
         "change": found.change,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from shoal.distributed.pipeline_schedules import SCHEDULES
@@ -25,6 +26,7 @@ from shoal.tools.plan.time.step_error import step_band
 from shoal.tools.plan.time.step_time import Span, pass_seconds, pipeline_bubble
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.planned_step import PlannedStep
+from shoal.tools.plan.work.stage_layers import stage_layers
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import Document, DocumentBlock, Section, Table, Text
 from shoal.util.units import compact, counted, duration, percent, size
@@ -244,13 +246,23 @@ def _fastest(report: PlanReport) -> list[DocumentBlock]:
     best = result.best or report.changes
     if not best:
         return blocks
+    stages = "" if model is None else _stages(model, best[0].plan)
     blocks += [
         _fastest_table(model, machine, best),
-        Text(text=f"The strategy of the first: {strategy_text(best[0])}."),
+        Text(text=f"The strategy of the first: {strategy_text(best[0])}.{stages}"),
     ]
     if len({each.plan.precision for each in best}) > 1:
         blocks.append(Text(text=_NUMERICS))
     return blocks if model is None else [*blocks, *_band(model, machine, best[0])]
+
+
+def _stages(model: Transformer, plan: PlannedStep) -> str:
+    """Return a sentence on the layers of the stages of a pipeline, unless they are equal."""
+    runs = [(layers, len([*own])) for layers, own in groupby(stage_layers(model, plan))]
+    if len(runs) == 1:
+        return ""
+    *several, last = (f"{count} x {layers}" if count > 1 else str(layers) for layers, count in runs)
+    return f" Its stages have {', '.join(several)} and {last} layers."
 
 
 def _fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
@@ -326,7 +338,7 @@ def _step_sections(model: Transformer, machine: Machine, best: Sequence[Predicti
     piped = next((each.plan for each in best if each.plan.layout.pipeline > 1), None)
     if piped is not None:
         spans: list[list[Span]] = [[] for _ in range(piped.layout.pipeline)]
-        pipeline_bubble(piped, model.layers, pass_seconds(model, piped, machine), spans)
+        pipeline_bubble(model, piped, pass_seconds(model, piped, machine), spans)
         sections["Pipeline"] = [timeline(f"{piped.layout} with the schedule {piped.schedule}", spans)]
     return [Section(heading=name, blocks=blocks) for name, blocks in sections.items()]
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from shoal.tools.plan.machine.machines import BASE_LATENCY, Machine
 from shoal.tools.plan.work.planned_step import Amounts, PlannedStep, Quantity, RankGroup, Work
+from shoal.tools.plan.work.stage_layers import split_layers
 from shoal.tools.plan.work.transformer import Transformer
 
 
@@ -189,9 +190,9 @@ def step_collectives(
     messages = 2 * (plan.micro_batches * plan.stages + layout.pipeline - 1)
     waiting = messages * collective_seconds("send", sent, neighbours, machine)
 
-    layers = model.layers / layout.pipeline
+    split = split_layers(model, plan)
     # FSDP sums the gradients of other parameters over the expert axis too.
-    experts = layers * model.expert_weights / layout.expert
+    experts = np.ceil(split.largest) * model.expert_weights / layout.expert
     over = np.where(plan.sharded, 1, layout.expert)
     stride = layout.tensor * plan.shards * layout.expert
     replicas = RankGroup(plan.copies * over, stride // over)
@@ -202,7 +203,9 @@ def step_collectives(
     exposed += collective_seconds("all_reduce", experts * size, copies, machine)
     if plan.overlap:
         tail = collective_seconds("all_reduce", np.minimum(summed, _BUCKET), replicas, machine)
-        exposed = np.maximum(tail, exposed - np.maximum(layers - 1, 0) * layer.computing_backward)
+        exposed = np.maximum(
+            tail, exposed - np.maximum(split.busiest - 1, 0) * layer.computing_backward
+        )
     sums = np.where(plan.keeps_gradients | (layout.shard == 1), 1, plan.micro_batches)
     sharded = _sharded_seconds(model, plan, machine, layer)
     return waiting, sums * exposed + np.where(plan.sharded, sharded, 0.0)
@@ -241,7 +244,7 @@ def _sharded_seconds(
     both = moved + table * numbers.reduced
     alone = sums * collective_seconds("all_gather", both, shard, machine)
     alone += (gathers - sums) * collective_seconds("all_gather", moved, shard, machine)
-    return model.layers / plan.layout.pipeline * waits + alone
+    return split_layers(model, plan).busiest * waits + alone
 
 
 def _overlapped(communication: Quantity, compute: Quantity, part: Quantity) -> Quantity:

@@ -1,7 +1,7 @@
 """Seconds of one optimizer step by part, from the dimensions of a transformer, and their error.
 
-The formulas take one plan, or many at once as arrays. The bubble of a pipeline is simulated, action by
-action.
+The formulas take one plan, or many at once as arrays, for which they are lower bounds. In one plan, the
+bubble of a pipeline is simulated, action by action.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shoal.tools.plan.time.rates import (
 from shoal.tools.plan.work.layers import transformer_work
 from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.slowest import busiest_load, slowest
+from shoal.tools.plan.work.stage_layers import split_layers, stage_layers
 from shoal.tools.plan.work.transformer import Transformer
 
 _PASSES = ("products", "fp8", "convolutions", "attention", "memory", "recompute", "launch")
@@ -155,23 +156,32 @@ def _load(model: Transformer, plan: PlannedStep) -> Quantity:
     return load(plan.tokens(model.seq), model.choices, model.experts, plan.layout.expert)
 
 
-def estimate_step(
-    model: Transformer, plan: PlannedStep, machine: Machine, each: PassSeconds | None = None
-) -> StepParts:
+def estimate_step(model: Transformer, plan: PlannedStep, machine: Machine) -> StepParts:
     """Return the predicted time of one optimizer step of a valid configuration.
 
-    The last stage computes without pause between its first and last micro-batch: its layers, and the
-    output layer. The others add the time in which it waits for its first one. For schedules that split
-    the backward pass, this is the least possible time. `each` are the seconds of a micro-batch, if they
-    are known.
+    A pipeline is simulated.
+    """
+    each = pass_seconds(model, plan, machine)
+    step = bound_step(model, plan, machine, each)
+    if plan.layout.pipeline == 1:
+        return step
+    return StepParts({**step.parts, "bubble": pipeline_bubble(model, plan, each)})
+
+
+def bound_step(
+    model: Transformer, plan: PlannedStep, machine: Machine, each: PassSeconds | None = None
+) -> StepParts:
+    """Return the least possible time of one optimizer step of a valid configuration, or of many.
+
+    In a pipeline, the busiest rank computes without pause between its first and last micro-batch, for
+    which it waits. `each` are the seconds of a micro-batch, if they are known.
     """
     each = each or pass_seconds(model, plan, machine)
-    layers, count, numbers = model.layers / plan.layout.pipeline, plan.micro_batches, plan.numbers
-    passes = (each.forward + each.backward) * (layers * count) + each.head * count
+    split, count, numbers = split_layers(model, plan), plan.micro_batches, plan.numbers
+    layers = split.busiest
+    passes = (each.forward + each.backward) * (layers * count) + each.head * (split.head * count)
     again = layers * count * each.again
-    # The last rank waits at the ends of a step. In a folded pipeline, it has the first stage too, and
-    # the gradients of weights fill the time after the last backward pass.
-    filling = np.where(plan.folded, 0.0, np.where(plan.splits, each.forward_total, each.total))
+    filling = np.where(plan.splits, each.forward_total, each.total)
     parameters = stage_parameters(model, plan)
     after = each.total - each.forward_total
     layer = LayerSeconds(each.forward_total, after, each.backward.total)
@@ -191,7 +201,7 @@ def estimate_step(
         launch=passes.launch + passes.host + machine.efficiency.step,
         tensor=layers * count * each.tensor,
         context=layers * count * each.context,
-        bubble=(plan.layout.pipeline - 1) / plan.stages * layers * filling,
+        bubble=split.earlier * filling,
         pipeline=sends,
         data=data,
         optimizer=sharded_parameters(model, plan) * updated / bandwidth,
@@ -203,7 +213,7 @@ def estimate_step(
 
 _ROUNDS = 6
 """Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the
-rank with the output layer computes. For folded schedules, the step is up to 0.5 % too long."""
+busiest rank computes. For folded schedules, the step is up to 0.5 % too long."""
 
 ACTIONS = {
     "F": "forward",
@@ -214,33 +224,36 @@ ACTIONS = {
 
 
 def pipeline_bubble(
-    plan: PlannedStep, layers: int, layer: PassSeconds, spans: Sequence[list[Span]] | None = None
+    model: Transformer,
+    plan: PlannedStep,
+    layer: PassSeconds,
+    spans: Sequence[list[Span]] | None = None,
 ) -> float:
-    """Return the seconds for which the rank with the output layer waits, as the schedule lets it.
+    """Return the seconds for which the busiest rank waits, as the schedule lets it.
 
-    The model has `layers`, each of which takes the seconds of `layer`. Messages take no time here.
-    `spans` are empty lists, one for each rank, to which its actions are added. Raises ShoalError if the
-    schedule does not support the micro-batches.
+    Each layer takes the seconds of `layer`. Messages take no time here. `spans` are empty lists, one
+    for each rank, to which its actions are added. Raises ShoalError if the schedule does not support
+    the micro-batches.
     """
-    ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
-    each, head = layers / (ranks * stages), layer.head
-    backward = each * (layer.total - layer.forward_total)
-    weights = each * (layer.backward.products + layer.backward.fp8) / 2
-    usual = {
-        "F": each * layer.forward_total,
-        "B": backward,
-        "I": backward - weights,
-        "W": weights,
-    }
+    ranks, count, head = plan.layout.pipeline, plan.micro_batches, float(layer.head.total)
+    backward = layer.total - layer.forward_total
+    weights = (layer.backward.products + layer.backward.fp8) / 2
+    each = {"F": layer.forward_total, "B": backward, "I": backward - weights, "W": weights}
+    durations = [
+        {kind: layers * seconds for kind, seconds in each.items()}
+        for layers in stage_layers(model, plan)
+    ]
     # The output layer has one product in forward and two in backward.
     parts = {"F": 1, "B": 2, "I": 1, "W": 1}
-    last = {kind: seconds + parts[kind] * head.total / 3 for kind, seconds in usual.items()}
+    durations[-1] = {kind: own + parts[kind] * head / 3 for kind, own in durations[-1].items()}
     rounds = count // ranks
     simulated = count if rounds <= _ROUNDS else _ROUNDS * (count // rounds)
-    orders = action_lists(plan.schedule, ranks, stages, simulated)
-    durations = [usual] * (ranks * stages - 1) + [last]
+    orders = action_lists(plan.schedule, ranks, plan.stages, simulated)
     seconds = simulate_actions(orders, durations, spans)
-    return float(max(0.0, seconds - simulated * (stages * each * layer.total + head.total)))
+    computed = [sum(durations[stage][kind] for kind, stage, _ in order) for order in orders]
+    split = split_layers(model, plan)
+    busiest = count * (split.busiest * layer.total + split.head * head)
+    return float(max(0.0, seconds + (count / simulated - 1) * max(computed) - busiest))
 
 
 def simulate_actions(

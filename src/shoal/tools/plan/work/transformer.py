@@ -87,6 +87,16 @@ class Transformer:
         return self.hidden * (self.qkv + self.hidden + columns)
 
     @property
+    def layer_weights(self) -> int:
+        """Parameters of the matrices of one layer."""
+        return self.shared_weights + self.expert_weights
+
+    @property
+    def head_layers(self) -> float:
+        """FLOPs of the output layer relative to those of a layer."""
+        return self.embedding / self._multiplied
+
+    @property
     def embedding(self) -> int:
         """Parameters of the embedding table."""
         return self.vocab * self.hidden
@@ -94,8 +104,7 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """All parameters without biases and norms, which are below 0.1 %."""
-        layer = self.shared_weights + self.expert_weights
-        return self.layers * layer + (2 - self.tied) * self.embedding
+        return self.layers * self.layer_weights + (2 - self.tied) * self.embedding
 
     def flops(self, samples: int) -> float:
         """Return the FLOPs of forward and backward of these samples, without recomputation.
@@ -104,9 +113,13 @@ class Transformer:
         (Narayanan et al. 2021, appendix).
         """
         tokens = samples * self.seq
+        return 6.0 * tokens * (self.layers * self._multiplied + self.embedding)
+
+    @property
+    def _multiplied(self) -> int:
+        """Numbers with which a layer multiplies those of a token: weights, keys and values."""
         weights = self.hidden * (self.qkv + self.hidden + (2 + self.gated) * self.token_width)
-        layer = weights + 2 * self.seq * self.hidden
-        return 6.0 * tokens * (self.layers * layer + self.embedding)
+        return weights + 2 * self.seq * self.hidden
 
 
 _EXAMPLE = "--model llama-70b, or --model hidden=4096,layers=32,heads=32,vocab=32000,seq=4096"
