@@ -88,7 +88,7 @@ class TrialRuns:
         write = partial(print, _TRIES, file=sys.stderr, flush=True)
         timer = threading.Timer(SECONDS, write)
         timer.daemon = True
-        if self._world.is_rank_zero:
+        if self._world.is_rank_zero and not self._world.simulated:
             timer.start()
         try:
             yield

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal._torch.autograd import version
 from shoal._torch.dispatch import tree_flatten
+from shoal._torch.graphs import has_no_values
 from shoal.strategies.coupling.batch_norm import is_covered
 from shoal.strategies.dtensor import is_divided
 
@@ -207,9 +208,11 @@ def digest(rows: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
 
     They are computed in `dtype`, or in float64 if that overflows, as with the mask of an attention.
     Only some columns are converted at a time: a copy of an activation could exceed the memory that a
-    step needs.
+    step needs. In a trace, nothing is computed.
     """
     samples = len(rows[0])
+    if has_no_values(rows[0]):
+        return rows[0].new_zeros(samples, 2, dtype=torch.float64)
     columns = _WEIGHTS
     while columns > 1 and columns * samples > _CONVERTED:
         columns //= 2
