@@ -285,6 +285,13 @@ def test_texts_of_a_page_are_escaped() -> None:
     Checked(html)
 
 
+def test_sixteen_parts_of_a_step_look_different() -> None:
+    parts = {str(part): [1.0, 1.0] for part in range(16)}
+    drawn = draw(AreaPlot(xs=[0.0, 1.0], parts=parts, x="step", y="s")).wide
+    fills = re.findall(r'<path [^>]*style="fill: ([^";]+)', drawn)
+    assert len({*fills} - {"none"}) >= 16
+
+
 def test_of_a_run_with_one_step_the_parts_are_drawn() -> None:
     """An area over one place would have no width, a line through one point no length."""
     fills = {"a": (COLOURS[0], "")}

@@ -134,6 +134,7 @@ _INK, _PAPER, _GRID = "#010203", "#fdfcfb", "#a1a2a3"
 """Placeholders for the colours of the page, which a drawing does not know."""
 _WIDE, _NARROW = (9.2, 3.4), (3.7, 3.2)
 _FILLS = [(each.colour, each.hatch) for each in PALETTE.values()]
+_FILLS += [(colour, "....") for colour, _ in _FILLS]
 _MOST = 1500
 """Maximum number of points of a line; more are not visible."""
 
