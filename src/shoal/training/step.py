@@ -249,8 +249,8 @@ class Step(TrainState):
                 rule.explain(where)
             elif not overflow:
                 self._fail(batch)
-                over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
-                raise not_finite(decided.loss, decided.norm, batch, over=over, where=where)
+                alone = self.engine.independent_steps
+                raise not_finite(decided.loss, decided.norm, batch, alone=alone, where=where)
         # Where ranks step separately, others may have stepped.
         self._follow_schedule(batch, taken=taken or self.engine.independent_steps)
         if self._scale is not None:
