@@ -32,7 +32,8 @@ def given(world: shoal.World) -> SimpleNamespace:
 def train(given: Any, **options: Any) -> object:
     options = {"optimizer": sgd, "batch_size": 4, "epochs": 1, **options}
     task = shoal.Task(cross_entropy)
-    return shoal.train(nn.Linear(2, 2), task, DATA, directory="never", world=given.world, **options)
+    options = {"world": given.world, **options}
+    return shoal.train(nn.Linear(2, 2), task, DATA, directory="never", **options)
 
 
 def load(given: Any, **options: Any) -> object:
@@ -56,6 +57,8 @@ MISTAKES: list[tuple[Callable[[Any], object], type[shoal.ShoalError], str]] = [
     ),
     (lambda g: API.init(seed="1"), LaunchError, "seed=1"),
     (lambda g: API.init(timeout="600"), LaunchError, "timeout=600"),
+    (lambda g: API.init(seed=1), LaunchError, "world.close()"),
+    (lambda g: train(g, world=None), LaunchError, "world=world"),
     (lambda g: API.parallelize(g.world, nn.Linear(2, 2)), StepError, "shoal.parallelize(model, world)"),
     (lambda g: API.Task(None), StepError, "shoal.Task(loss)"),
     (lambda g: API.Task(cross_entropy, inputs=DATA), StepError, "shoal.Task(loss)"),

@@ -13,7 +13,7 @@ from shoal.distributed.layout import Layout
 from shoal.distributed.seeds import DeterministicMode
 from shoal.distributed.virtual_ranks import BITS, EXACT, VIRTUAL_RANKS
 from shoal.distributed.watchdog.diagnosis import WaitLimits
-from shoal.distributed.world import World
+from shoal.distributed.world import OPEN, World
 from shoal.util.arguments import check_choice, check_integer
 from shoal.util.errors import LaunchError
 
@@ -108,6 +108,13 @@ def init(
             virtual_ranks=virtual_ranks if bits else None,
             alone=alone,
         )
+        if joined.group is None and any(not world.simulated for world in OPEN):
+            raise LaunchError(
+                given="shoal.init()",
+                found="an earlier World of this process is still open, whose seeds it would change",
+                fix="close it before: `with shoal.init() as world:`, or world.close(); or use it: "
+                "shoal.train(…, world=world)",
+            )
     except BaseException:
         deterministic_mode.restore()
         raise

@@ -49,6 +49,8 @@ class Service(Protocol):
         ...
 
 
+OPEN: set[World] = set()
+"""The worlds of this process that are not closed."""
 S = TypeVar("S", bound=Service)
 P = TypeVar("P")
 
@@ -113,7 +115,7 @@ class World:
         self._services: dict[Callable[[World], Service], Service] = {}
         self._provided: dict[type, object] = {}
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._closed = False
+        OPEN.add(self)
         self._deterministic_mode = deterministic_mode
         self.decisions = (*joined.choices, self._deterministic_mode.decision)
         self.run_log: Final = RunLog()
@@ -430,9 +432,9 @@ class World:
             abort.exit_process((), 1)
 
     def _close(self, error: BaseException | None, *, exiting: bool = False) -> None:
-        if self._closed:
+        if self not in OPEN:
             return
-        self._closed = True
+        OPEN.remove(self)
         with contextlib.ExitStack() as leaving:
             leaving.push(lambda _, raised, __: self._leave(raised or error, exiting=exiting))
             for service in self._services.values():
