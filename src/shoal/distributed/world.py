@@ -22,15 +22,11 @@ from shoal.distributed import env_vars, mpi, objects, teardown
 from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
+from shoal.distributed.other_names import OtherNames
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.reductions import all_reduce, check_dtype, check_operation
 from shoal.distributed.run_log import RunLog
-from shoal.distributed.seeds import (
-    DeterministicMode,
-    derive_seed,
-    seed_all,
-    start_generators,
-)
+from shoal.distributed.seeds import DeterministicMode, derive_seed, seed_all, start_generators
 from shoal.distributed.watchdog import abort
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
@@ -55,7 +51,7 @@ S = TypeVar("S", bound=Service)
 P = TypeVar("P")
 
 
-class World:
+class World(OtherNames):
     """The processes of a run as seen by one of them, built by `shoal.init`.
 
     A world of size 1 has the same attributes and methods.
