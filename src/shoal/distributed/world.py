@@ -45,8 +45,8 @@ class Service(Protocol):
         ...
 
 
-OPEN: set[World] = set()
-"""The worlds of this process that are not closed."""
+ENTERED: set[World] = set()
+"""The worlds of this process whose `with` block is running."""
 S = TypeVar("S", bound=Service)
 P = TypeVar("P")
 
@@ -111,7 +111,7 @@ class World(OtherNames):
         self._services: dict[Callable[[World], Service], Service] = {}
         self._provided: dict[type, object] = {}
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
-        OPEN.add(self)
+        self._closed = False
         self._deterministic_mode = deterministic_mode
         self.decisions = (*joined.choices, self._deterministic_mode.decision)
         self.run_log: Final = RunLog()
@@ -428,9 +428,10 @@ class World(OtherNames):
             abort.exit_process((), 1)
 
     def _close(self, error: BaseException | None, *, exiting: bool = False) -> None:
-        if self not in OPEN:
+        if self._closed:
             return
-        OPEN.remove(self)
+        self._closed = True
+        ENTERED.discard(self)
         with contextlib.ExitStack() as leaving:
             leaving.push(lambda _, raised, __: self._leave(raised or error, exiting=exiting))
             for service in self._services.values():
@@ -467,6 +468,7 @@ class World(OtherNames):
         self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} continue without it")
 
     def __enter__(self) -> World:
+        ENTERED.add(self)
         return self
 
     def __exit__(
