@@ -393,7 +393,7 @@ class Step(TrainState):
         Raises StepError, on all ranks, if it returns a mean instead of a sum.
         """
         if coupling or not self._tried:
-            check_first_batch(
+            self.untried = check_first_batch(
                 self.engine,
                 self.task,
                 batch,
