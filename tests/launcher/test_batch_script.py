@@ -93,8 +93,11 @@ def test_whatever_was_typed_arrives_as_it_was(fakes: Fakes, tmp_path: Path) -> N
 def test_no_value_ends_a_line_that_sbatch_reads_or_is_another_option(tmp_path: Path) -> None:
     for field in ("name", "account", "partition", "qos", "constraint", "memory"):
         for value in ("a\n#SBATCH --nodes=9", "a\rb", "\x1b[2J", "a\\b"):
-            with pytest.raises(LaunchError, match="control character, or a backslash"):
+            with pytest.raises(LaunchError, match=r"control character, or a back|Slurm would reject"):
                 write(request(**{field: value}), PLAIN, place(tmp_path))
+    for changes in ({"memory": "lots"}, {"memory": "1.5G"}, {"constraint": "a b"}):
+        with pytest.raises(LaunchError, match="Slurm would reject this value"):
+            write(request(**changes), PLAIN, place(tmp_path))
     for option in ("exclusive", "-w n1", "--a b", "--exclude=n1\n", "; rm"):
         with pytest.raises(LaunchError):
             write(request(options=(option,)), PLAIN, place(tmp_path))

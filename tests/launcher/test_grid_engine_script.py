@@ -120,6 +120,7 @@ def test_a_lost_node_is_no_failure(answers: bool, code: int, fakes: Fakes, tmp_p
         ({}, "/scratch/$HOME", "qsub gives a meaning to quotes"),
         ({"name": "a\nb"}, "/scratch", "qsub gives a meaning to quotes"),
         ({"name": "a b"}, "/scratch", "columns of qstat"),
+        ({"constraint": "a b"}, "/scratch", "Grid Engine would reject this value"),
         ({"qos": "long"}, "/scratch", "Grid Engine has no such option"),
         ({"options": ("--exclusive",)}, "/scratch", "it is not an option of qsub"),
         ({"nodes": 2, "partition": "other"}, "/scratch", "names no parallel environment"),

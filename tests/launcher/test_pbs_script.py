@@ -215,6 +215,8 @@ def test_each_node_copies_the_staged_files(fakes: Fakes, tmp_path: Path) -> None
         ({}, "/scratch/a,b", "qsub gives a meaning to quotes"),
         ({}, "/scratch/a:b", "qsub gives a meaning to quotes"),
         ({"name": "a b"}, "/scratch", "columns of qstat"),
+        ({"memory": "lots"}, "/scratch", "PBS would reject this value"),
+        ({"constraint": "a b"}, "/scratch", "PBS would reject this value"),
         ({"qos": "long"}, "/scratch", "PBS has no such option"),
         ({"options": ("--exclusive",)}, "/scratch", "it is not an option of qsub"),
         ({"launcher": "srun"}, "/scratch", "--launcher is one of mpirun"),

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes, place, request, write
-from shoal.tools.submit.site_catalog import Partition, Site, read_site
+from shoal.tools.submit.site_catalog import Site, read_site
 from shoal.util.errors import LaunchError
 
 SITE = Site(name="lab", scheduler="ray")
@@ -55,13 +55,7 @@ def test_the_file_of_a_job() -> None:
         ({}, {"chain": 2}, "submit the same run again"),
         ({}, {"stage": ("data",)}, "--stage"),
         ({}, {"container": "image"}, "start Ray in that image"),
-        ({}, {"options": ("--exclusive",)}, "or options in the site's file"),
-        ({"setup": ("module purge",)}, {}, "before ray start"),
-        (
-            {"default": "a", "partitions": {"a": Partition(name="a", gpu_resource="TPU")}},
-            {},
-            "gpu_resource",
-        ),
+        ({}, {"options": ("--exclusive",)}, "--directive"),
         ({}, {"nodes": 2, "processes": 3}, "as many processes: -n 4"),
         ({}, {"launcher": "mpirun"}, "--launcher"),
     ],

@@ -172,7 +172,14 @@ def test_what_is_wrong_in_a_site_is_named() -> None:
     for text, found in (
         ("about = ", "it is not TOML"),
         ("colour = 'red'", "an unknown key, colour"),
-        ("scheduler = 'kubernetes'\nmpirun = ['mpiexec']", "which it never runs"),
+        ("scheduler = 'kubernetes'\nmpirun = ['mpiexec']", "mpirun, which is not a key of Kubernetes"),
+        ("scheduler = 'ray'\nsetup = ['module purge']", "setup, which is not a key of Ray"),
+        ("volumes = ['data:/mnt/data']", "volumes, which is not a key of Slurm"),
+        (
+            "scheduler = 'kubernetes'\n[partitions.a]\nparallel_environment = 'mpi'",
+            "partitions.a.parallel_environment, which is not a key of Kubernetes",
+        ),
+        ("scheduler = 'pbs'\n[partitions.a.qos.b]\ngpus = 4", "partitions.a.qos, which is not a key"),
         ("requeue = 'no'", "requeue = 'no', a str"),
         ("lead = 5", "lead = 5, a int"),
         ("lead = 'soon'", "it is not a duration"),

@@ -126,7 +126,9 @@ def test_a_narrow_link_is_nobodys_fault(tmp_path: Path) -> None:
 
 def test_slow_saves(tmp_path: Path) -> None:
     for ranks, guilty in (([1], {(1, "checkpoint")}), ([0, 1, 2], set())):
-        found = verdict(tmp_path, Plant(part="checkpoint", ranks=ranks, seconds=0.5, every=50))
+        found = verdict(
+            tmp_path, Plant(part="checkpoint", ranks=ranks, seconds=0.5, every=50), steps=2000
+        )
         assert named(found) == guilty, ranks
         assert found.shares["checkpoint"] == pytest.approx(0.36, abs=0.05), ranks
         assert any("YoungDaly" in each.advice for each in found.findings), ranks

@@ -94,6 +94,7 @@ CASES = {
     ),
     "saves": Case(
         plants=(plant("checkpoint", 0.4, every=20),),
+        how={"steps": 1000},
         sentence="checkpoints",
         finding="Checkpoints block training",
         advice="run.tick(every=",
@@ -177,6 +178,12 @@ def test_the_costliest_cause_is_named_first(tmp_path: Path, case: Case) -> None:
     assert {(each.rank, each.part) for each in found.stragglers} == case.blamed, said
     costs = [each.cost for each in found.findings]
     assert costs == sorted(costs, reverse=True)
+
+
+def test_saves_of_a_short_run_need_no_advice(tmp_path: Path) -> None:
+    found = judged(tmp_path, plant("checkpoint", 0.1, every=20))
+    assert found.shares["checkpoint"] > 0.1
+    assert found.findings == []
 
 
 def test_stalls_are_no_computing_and_have_a_period(tmp_path: Path) -> None:

@@ -330,6 +330,11 @@ TABLE = [
         StepError, "0 to 7", "loss of nan", "clip=1.0",
     ),
     Bad(
+        "NaN in the data", lambda r: r.step()(r.batch(data=(X.clone().fill_(torch.nan), Y))),
+        StepError, "0 to 7", r"; batch\[0\] has values that are not finite, among samples 0 to 7",
+        r"replace them in the dataset \(torch.nan_to_num\)",
+    ),
+    Bad(
         "infinite gradient", lossy(lambda o, b: ((o * 0).sum().abs().sqrt(), 8)),
         StepError, "samples 0 to 7", "gradient norm of nan", "set_detect_anomaly",
     ),

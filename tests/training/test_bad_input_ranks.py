@@ -97,6 +97,15 @@ def no_count(rig: Rig) -> object:
     return rig.train(lambda output, batch: (output.square().sum(), 0))
 
 
+def infinite_data_of_one_rank(rig: Rig) -> object:
+    named = [
+        {"x": x * torch.inf if n == 3 else x, "y": y} for n, (x, y) in enumerate(zip(X, Y, strict=True))
+    ]
+    task = shoal.Task(lambda o, b: loss(o, (b["x"], b["y"])), inputs=lambda b: b["x"])
+    step = shoal.Step(rig.model, rig.optimizer, task)
+    return step(next(rig.loader(named).epochs(1)))
+
+
 def a_directory_that_one_rank_cannot_write(rig: Rig) -> object:
     path = "/dev/null/run" if rig.world.rank == 2 else os.path.join(os.getcwd(), "run")
     return shoal.Run(path, rig.step(), rig.loader())
@@ -154,6 +163,13 @@ ROWS: list[tuple[Callable[[Rig], object], type[ShoalError], str, str, str]] = [
     (no_sample_on_any_rank_but_one, DataError, "Tensor", "neither a second element", "targets=lambda"),
     (rubbish_from_a_metric, StepError, "share", "a str, not two numbers: 'all'", "return"),
     (no_count, StepError, "6 samples", "a count of 0 in total", r"len\("),
+    (
+        infinite_data_of_one_rank,
+        StepError,
+        "0 to 5",
+        r"batch\['x'\] has values that are not finite, among samples 2 to 3",
+        "nan_to_num",
+    ),
     (
         a_directory_that_one_rank_cannot_write,
         CheckpointError,

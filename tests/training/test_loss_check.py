@@ -275,6 +275,16 @@ def of_sum_of_columns(output: Tensor, batch: Columns) -> tuple[Tensor, int]:
     return of_columns("sum", output, batch)
 
 
+def broken(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.sum(), len(batch[2])
+
+
+def test_a_loss_that_fails_in_the_step_too_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(IndexError):
+        train(nn.Linear(6, 5), broken)
+    assert "could not be checked" not in capsys.readouterr().out
+
+
 def test_a_loss_that_could_not_be_tried_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     train(nn.Linear(6, 5), of_sum_of_columns, Flowing(), **COLUMNS)
     said = capsys.readouterr().out

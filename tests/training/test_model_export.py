@@ -125,8 +125,9 @@ def test_what_a_file_can_not_hold_is_named_and_loaded_from_the_model(
     path = shoal.export(shoal.parallelize(model, world), tmp_path / f"model{suffix}")
     assert f"{path} does not hold _extra_state of the state_dict" in capsys.readouterr().out
     other = Counted(7)
-    with pytest.warns(UserWarning, match="lacks _extra_state; the model keeps its own values"):
+    with pytest.warns(UserWarning, match="lacks _extra_state; the model keeps its own values") as said:
         shoal.load(other, torch.load(path) if suffix == ".pt" else path)
+    assert said[0].filename == __file__
     assert other.extra["calls"] == 7
     assert torch.equal(other.weight, model.weight)
 

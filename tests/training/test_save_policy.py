@@ -129,7 +129,7 @@ def test_the_next_save_waits_for_the_one_under_way(
     assert where in said
 
 
-def test_whoever_closes_waits_for_it(world: shoal.World, two: Ranks, tmp_path: Path) -> None:
+def test_whoever_closes_waits_for_it(tmp_path: Path) -> None:
     """The Run, or the world where nobody closed the Run."""
     for closing in ("run", "world"):
         with shoal.init() as own:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +34,8 @@ def given(world: shoal.World) -> SimpleNamespace:
 def train(given: Any, **options: Any) -> object:
     options = {"optimizer": sgd, "batch_size": 4, "epochs": 1, **options}
     task = shoal.Task(cross_entropy)
-    return shoal.train(nn.Linear(2, 2), task, DATA, directory="never", world=given.world, **options)
+    options = {"world": given.world, **options}
+    return shoal.train(nn.Linear(2, 2), task, DATA, directory="never", **options)
 
 
 def load(given: Any, **options: Any) -> object:
@@ -56,6 +59,8 @@ MISTAKES: list[tuple[Callable[[Any], object], type[shoal.ShoalError], str]] = [
     ),
     (lambda g: API.init(seed="1"), LaunchError, "seed=1"),
     (lambda g: API.init(timeout="600"), LaunchError, "timeout=600"),
+    (lambda g: API.init(seed=1), LaunchError, "end its `with` block"),
+    (lambda g: train(g, world=None, seed=1), LaunchError, "world=world"),
     (lambda g: API.parallelize(g.world, nn.Linear(2, 2)), StepError, "shoal.parallelize(model, world)"),
     (lambda g: API.Task(None), StepError, "shoal.Task(loss)"),
     (lambda g: API.Task(cross_entropy, inputs=DATA), StepError, "shoal.Task(loss)"),
@@ -119,6 +124,61 @@ def test_the_error_shows_the_correct_line(
         mistake(given)
     assert fix in raised.value.fix
     assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+CALLS: list[tuple[Callable[[Any], object], str, str]] = [
+    (lambda g: API.init(world_size=2), "argument world_size", "shoal.init()"),
+    (lambda g: API.parallelize(g.model), "'world'", "shoal.parallelize(model, world)"),
+    (
+        lambda g: API.Step(g.model, g.optimizer, API.Task(len), scheduler=None),
+        "argument scheduler",
+        "shoal.Step(model, optimizer, task, schedule=…)",
+    ),
+    (
+        lambda g: API.Step(g.model, g.optimizer, task=API.Task(len), max_grad_norm=1.0),
+        "argument max_grad_norm",
+        "shoal.Step(model, optimizer, task, clip=…)",
+    ),
+    (
+        lambda g: API.Loader(DATA, g.world, batch=8),
+        "argument batch; missing a required argument: 'batch_size'",
+        "shoal.Loader(dataset, world, batch_size=…)",
+    ),
+    (lambda g: API.Loader(DATA, g.world, 8), "too many", "shoal.Loader(dataset, world, batch_size=…)"),
+    (lambda g: API.Run("a", g.step), "'loader'", "shoal.Run(directory, model, loader)"),
+    (lambda g: train(g, epoch=1), "argument epoch;", "batch_size=…, epochs=…)"),
+    (lambda g: API.FSDP(dtype=1), "argument dtype", "shoal.FSDP("),
+]
+
+
+@pytest.mark.parametrize(("call", "found", "fix"), CALLS)
+def test_a_call_that_does_not_fit_shows_the_arguments(
+    call: Callable[[Any], object], found: str, fix: str, given: SimpleNamespace
+) -> None:
+    with pytest.raises(shoal.ShoalError) as raised:
+        call(given)
+    assert raised.value.given.startswith("shoal.")
+    assert found in raised.value.found
+    assert fix in raised.value.fix
+
+
+def test_an_error_inside_of_a_call_and_its_signature_stay(world: shoal.World) -> None:
+    with pytest.raises(TypeError, match="inside"):
+        shoal.parallelize(inner, world)
+    assert list(inspect.signature(shoal.parallelize).parameters)[:2] == ["model", "world"]
+    assert list(inspect.signature(shoal.Step).parameters)[:2] == ["model", "optimizer"]
+    assert pickle.loads(pickle.dumps(shoal.evaluate)) is shoal.evaluate
+
+
+def inner() -> nn.Module:
+    raise TypeError("inside")
+
+
+def test_the_name_of_another_tool_is_recognized(world: Any) -> None:
+    with pytest.raises(AttributeError, match=r"world_size'; did you mean world\.size\?"):
+        _ = world.world_size
+    with pytest.raises(AttributeError, match=r"no attribute 'colour'$"):
+        _ = world.colour
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
+import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import averages
@@ -14,6 +15,7 @@ from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.data.step_result import StepResult
 from shoal.distributed.rank_noise import RankNoise
+from shoal.distributed.to_device import named_tensors
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -337,6 +339,25 @@ class Batch:
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
         """Return micro-batches of `sizes` samples each, collated again; see `Loader.again`."""
         return None if self._loader is None else self._loader.again(first, sizes)
+
+    def not_finite(self, *, alone: bool) -> str:
+        """Return which of its values are not finite; an empty string if all are.
+
+        Collective, and the same on all ranks, unless `alone`.
+        """
+        found = next(
+            (
+                f"{name} has values that are not finite, among samples {micro.first:,} to "
+                f"{micro.first + micro.samples - 1:,}"
+                for micro in self.micros
+                for name, tensor in named_tensors(micro.value, "batch")
+                if tensor.layout == torch.strided and not bool(torch.isfinite(tensor.detach()).all())
+            ),
+            "",
+        )
+        if alone or self._world is None:
+            return found
+        return next(filter(None, self._world.gather(found)), "")
 
     @property
     def measures_speed(self) -> bool:

@@ -13,7 +13,7 @@ from shoal.distributed.layout import Layout
 from shoal.distributed.seeds import DeterministicMode
 from shoal.distributed.virtual_ranks import BITS, EXACT, VIRTUAL_RANKS
 from shoal.distributed.watchdog.diagnosis import WaitLimits
-from shoal.distributed.world import World
+from shoal.distributed.world import ENTERED, World
 from shoal.util.arguments import check_choice, check_integer
 from shoal.util.errors import LaunchError
 
@@ -82,7 +82,8 @@ def init(
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
             available, torch has another default device, the process group can't form, it contradicts an
-            argument, or an earlier World is open.
+            argument, an earlier World of several ranks is open, or a `seed` is given in the
+            `with` block of an earlier World.
         LayoutError: If the layout does not fit the number of processes, or does not allow
             `exact="bits"`.
 
@@ -95,6 +96,12 @@ def init(
         check_integer(LaunchError, "shoal.init", "seed", seed, -(2**63), most=2**64 - 1)
     check_choice(LaunchError, "shoal.init", "exact", exact, EXACT)
     check_integer(LaunchError, "shoal.init", "virtual_ranks", virtual_ranks, 1, usual=VIRTUAL_RANKS)
+    if seed is not None and any(not world.simulated for world in ENTERED):
+        raise LaunchError(
+            given=f"shoal.init(seed={seed}) inside of `with shoal.init() as world:`",
+            found="it would change the seeds of the earlier World, which is still open",
+            fix="use that one, as in shoal.train(…, world=world), or end its `with` block before",
+        )
     bits = exact == BITS
     deterministic_mode = DeterministicMode(enabled=deterministic, bits=bits)  # NCCL's groups read it
     try:

@@ -63,23 +63,30 @@ def device_in(value: Any) -> torch.device | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: in tuples, lists, mappings and the attributes of objects that move
-    themselves (a graph batch of another library has nested stores).
+    """Yield the tensors in a value; see `named_tensors`."""
+    return (tensor for _, tensor in named_tensors(value))
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value, and the code that gets each of them from the variable `name`.
+
+    They are in tuples, lists, mappings and the attributes of objects that move themselves (a graph
+    batch of another library has nested stores).
     """
-    waiting, met = [value], set()
+    waiting, met = [(name, value)], set()
     while waiting:
-        item = waiting.pop(0)
+        name, item = waiting.pop(0)
         if id(item) in met:
             continue
         met.add(id(item))
         if isinstance(item, Tensor):
-            yield item
+            yield name, item
         elif isinstance(item, tuple | list):
-            waiting += item
+            waiting += [(f"{name}[{number}]", each) for number, each in enumerate(item)]
         elif isinstance(item, Mapping):
-            waiting += item.values()
+            waiting += [(f"{name}[{key!r}]", each) for key, each in item.items()]
         if not isinstance(item, Tensor | type | ModuleType) and hasattr(item, "__dict__"):
-            waiting += vars(item).values()
+            waiting += [(f"{name}.{key}", each) for key, each in vars(item).items()]
 
 
 @contextmanager

@@ -22,15 +22,11 @@ from shoal.distributed import env_vars, mpi, objects, teardown
 from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
+from shoal.distributed.other_names import OtherNames
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.reductions import all_reduce, check_dtype, check_operation
 from shoal.distributed.run_log import RunLog
-from shoal.distributed.seeds import (
-    DeterministicMode,
-    derive_seed,
-    seed_all,
-    start_generators,
-)
+from shoal.distributed.seeds import DeterministicMode, derive_seed, seed_all, start_generators
 from shoal.distributed.watchdog import abort
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
@@ -49,11 +45,13 @@ class Service(Protocol):
         ...
 
 
+ENTERED: set[World] = set()
+"""The worlds of this process whose `with` block is running."""
 S = TypeVar("S", bound=Service)
 P = TypeVar("P")
 
 
-class World:
+class World(OtherNames):
     """The processes of a run as seen by one of them, built by `shoal.init`.
 
     A world of size 1 has the same attributes and methods.
@@ -433,6 +431,7 @@ class World:
         if self._closed:
             return
         self._closed = True
+        ENTERED.discard(self)
         with contextlib.ExitStack() as leaving:
             leaving.push(lambda _, raised, __: self._leave(raised or error, exiting=exiting))
             for service in self._services.values():
@@ -469,6 +468,7 @@ class World:
         self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} continue without it")
 
     def __enter__(self) -> World:
+        ENTERED.add(self)
         return self
 
     def __exit__(

@@ -244,10 +244,9 @@ class LoopGradients(ABC):
     def begin(self) -> None:
         """Prepare for the first `batch.backward` of a batch.
 
-        Forgets a batch that the loop skipped: one whose gradients were cleared, and after which no
-        optimizer has stepped. Raises StepError if a batch was neither skipped nor finished, if its
-        gradients were not cleared after `batch.finish`, or if they were cleared before the optimizer
-        stepped.
+        Forgets a batch that the loop skipped: one whose gradients were cleared. Raises StepError if a
+        batch was neither skipped nor finished, if its gradients were not cleared after `batch.finish`,
+        or if they were cleared before the optimizer stepped.
         """
 
     @abstractmethod
@@ -260,7 +259,7 @@ class LoopGradients(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise StepError if the loop has changed or used the gradients before `batch.finish`."""
+        """Raise StepError if the loop has changed the gradients before `batch.finish`."""
 
     @abstractmethod
     def totals(self) -> Totals:

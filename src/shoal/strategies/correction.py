@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from shoal.data.batch import Batch
 from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 
@@ -152,21 +153,26 @@ def no_count(size: int, counted: float) -> StepError:
 
 
 def not_finite(
-    loss: float, norm: float, batch: DataPosition, *, over: str, where: str = ""
+    loss: float, norm: float, batch: DataPosition, *, alone: bool = False, where: str = ""
 ) -> StepError:
-    """Return the error of a step whose loss or gradients are not finite, `over` some ranks.
+    """Return the error of a step with a loss or gradients that are not finite.
 
-    `where` is the module in which that began, if known.
+    Collective, unless this rank steps `alone`. `where` is the module in which that began, if known. If
+    a Batch has values that are not finite, the error names them.
     """
     what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
     start, stop = batch.share
     local = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
+    over = "this rank's local batch" if alone else "all ranks"
+    inputs = batch.not_finite(alone=alone) if isinstance(batch, Batch) else ""
     return StepError(
         given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
         f"(this rank: {local})",
         found=f"a {what} of {value}, over {over}; the parameters were not changed"
-        + (f"; the first value that is not finite: {where}" if where else ""),
-        fix="lower the learning rate, clip gradients (clip=1.0), or examine these samples with "
+        + (f"; the first value that is not finite: {where}" if where else "")
+        + (f"; {inputs}" if inputs else ""),
+        fix=("replace them in the dataset (torch.nan_to_num); if they belong there, " if inputs else "")
+        + "lower the learning rate, clip gradients (clip=1.0), or examine these samples with "
         "torch.autograd.set_detect_anomaly(True)",
     )
 

@@ -31,8 +31,6 @@ class CheckedGradients(LoopGradients):
         super().__init__()
         self._reducer = reducer
         self._held = reducer.held
-        self._stepped = False
-        """Whether an optimizer has stepped since the first backward pass of an unfinished batch."""
         self._computed: dict[int, tuple[int, int]] = {}
         """The states of the gradients after the last backward of the batch."""
         self._finished: dict[int, tuple[int, int]] = {}
@@ -64,19 +62,13 @@ class CheckedGradients(LoopGradients):
 
     def check(self) -> None:
         """Compare the gradients with those that the last backward left; see the contract."""
-        if self._stepped:
-            found = "the optimizer stepped before it, when the gradients were not yet averaged"
-            fix = "call batch.finish(model), then optimizer.step()"
-        elif self._computed != self._states():
-            found = (
-                "the gradients were changed between the last batch.backward and batch.finish, before "
-                "they were averaged"
+        if self._computed != self._states():
+            raise StepError(
+                given="batch.finish(model)",
+                found="the gradients were changed between the last batch.backward and batch.finish, "
+                "before they were averaged",
+                fix="use batch.finish(model, clip=1.0) to clip them; make other changes after it",
             )
-            fix = "use batch.finish(model, clip=1.0) to clip them; make other changes after it"
-        else:
-            return
-        self._stepped = False
-        raise StepError(given="batch.finish(model)", found=found, fix=fix)
 
     def totals(self) -> Totals:
         """Return the sums of the batch and the norm of its gradients; see the contract."""
@@ -91,16 +83,24 @@ class CheckedGradients(LoopGradients):
         self._emptied = False
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the optimizer of a loop that passes it to no Run, before its first step. Collective."""
-        if self._divided and self._steps_on_own(optimizer):
+        """Raise StepError for a step before `batch.finish`, or for an optimizer that ranks can't use.
+
+        A loop may have passed its optimizer to no Run. Collective at the optimizer's first step.
+        """
+        if not self._steps_on_own(optimizer):
+            return
+        if self._reducer.pending:
+            raise StepError(
+                given="optimizer.step()",
+                found="batch.finish was not called before it: the gradients are not yet those of the "
+                "mean over the global batch",
+                fix="call batch.finish(model) after the loop over the batch, then optimizer.step()",
+            )
+        if self._divided:
             prepare_optimizers([optimizer], self._held.world)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped, and whether on gradients of an unfinished batch."""
-        if self._reducer.pending and not self._stepped:
-            own = {id(p) for p in self._held.parameters if p.grad is not None}
-            groups = optimizer.param_groups
-            self._stepped = any(id(p) in own for group in groups for p in group["params"])
+        """Note that an optimizer has stepped, and whether on gradients that were cleared."""
         if (
             not self._held.unused_checked
             and self._held.world.size > 1
@@ -136,8 +136,7 @@ class CheckedGradients(LoopGradients):
         raise StepError(given="batch.backward on a new batch", found=found, fix=fix)
 
     def _forget_skipped(self) -> None:
-        """Drop the sums of a skipped batch. Raise StepError if the loop did more than skip it."""
-        stepped, self._stepped = self._stepped, False
+        """Drop the sums of a skipped batch. Raise StepError if its gradients still exist."""
         if not self._reducer.pending:
             return
         if any(p.grad is not None for p in self._held.parameters):
@@ -148,13 +147,6 @@ class CheckedGradients(LoopGradients):
                 "to accumulate gradients, use shoal.Loader(…, micro_batches=4)",
             )
         self._reducer.discard()
-        if stepped:
-            raise StepError(
-                given="batch.backward on a new batch",
-                found="the optimizer stepped on the previous batch without batch.finish: its gradients "
-                "were not the gradients of the mean over the global batch",
-                fix="call batch.finish(model) before optimizer.step()",
-            )
 
     def _warn_unreduced(self) -> None:
         """Print once that an optimizer has stepped on gradients that were not summed over ranks."""

@@ -77,7 +77,7 @@ class EngineLoop(ManualLoop):
                     counter.try_loss(batch)
                 decided = correct(gradients.totals(), size=batch.size, scale=1.0, clip=clip)
                 if not decided.finite:
-                    raise not_finite(decided.loss, decided.norm, batch, over="all ranks")
+                    raise not_finite(decided.loss, decided.norm, batch)
             except ShoalError:
                 engine.discard()
                 engine.world.service(CoupledStep).drop()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal._torch.mesh import local_slices
 from shoal._torch.optimizers import step_without_hooks, twin_of
+from shoal.data.micro import Drawing
 from shoal.distributed.layout import AXES
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
@@ -93,7 +94,7 @@ class OptimizerCheck:
     def choose(self, optimizer: Optimizer) -> str:
         """Choose how the optimizer steps with its current groups; return why it can't, or ""."""
         self._checked = [len(group["params"]) for group in optimizer.param_groups]
-        with _random_state_kept():
+        with Drawing(None), _random_state_kept():  # a loop over micro-batches may be running
             try:
                 self._separate, reason = _tried(optimizer)
             except Exception as error:  # an optimizer may raise anything

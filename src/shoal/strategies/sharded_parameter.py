@@ -101,7 +101,7 @@ class ShardedParameter(DTensor):
             split = _axes(tensor) == _PLANNED  # its layer gets sharded activations
             if planned and (split or _is_activation(tensor)):
                 return tensor
-            if plain or (not split and (planned or CURRENT_DRAWS.get() is not None)):
+            if plain or (not split and (planned or not (step or CURRENT_DRAWS.get() is None))):
                 return _gathered(tensor, planned=planned)
             parts.append(tensor)
             return tensor

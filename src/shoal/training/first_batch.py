@@ -61,8 +61,11 @@ def check_first_batch(
     autocast: torch.dtype | None,
     compiled: bool,
     coupling: bool,
-) -> None:
+) -> str:
     """Check the loss function and, with `coupling`, the modules of a model on a batch. Collective.
+
+    Returns the line to print once the step has succeeded if the loss could not be checked: the reason
+    may be an error that the step raises too.
 
     Raises StepError if a loss is not (sum, count), if its sum is a mean or depends on how the batch is
     split, or if a buffer does. Prints once what else makes the results depend on it. Also finds which
@@ -84,11 +87,12 @@ def check_first_batch(
         trial.divide()
         drew = trial.find_losses_and_layouts()
         trial.on_all_ranks(trial.compare_losses)
-        trial.say_untried()
+        untried = trial.untried()
         if trial.watches:
             trial.check_changed_buffers()
         said = trial.observes and trial.say_coupling(drew=drew)
         trial.check_split_loss(said=said)
+    return untried
 
 
 class _Trial(TrialRuns):
@@ -250,16 +254,17 @@ class _Trial(TrialRuns):
         self.on_all_ranks(check)
         self._world.print(f"shoal: {next(filter(None, lines))}")
 
-    def say_untried(self) -> None:
-        """Print why the loss could not be checked, if no rank could. Collective."""
+    def untried(self) -> str:
+        """Return a line on why the loss could not be checked, if no rank could. Collective."""
         tried, obstacles = zip(*self._world.gather((bool(self._sums), self._obstacle)), strict=True)
         reason = next(filter(None, obstacles), None)
-        if reason is not None and not any(tried):
-            self._world.print(
-                f"shoal: the loss function {place(self._task.loss)} could not be checked: "
-                f"{reason.rstrip('.')}. "
-                "Make sure that it returns the sum of the losses of its samples, not their mean"
-            )
+        if reason is None or any(tried):
+            return ""
+        return (
+            f"shoal: the loss function {place(self._task.loss)} could not be checked: "
+            f"{reason.rstrip('.')}. "
+            "Make sure that it returns the sum of the losses of its samples, not their mean"
+        )
 
     def _reduce(self, output: Any, part: MicroBatch, *, double: bool = False) -> LossSum:
         moved = self._engine.move_targets(output, part)

@@ -108,7 +108,7 @@ class PendingStep:
         if not 0 < self.result.counted < torch.inf:
             error = no_count(self.size, self.result.counted)
         else:
-            error = not_finite(self.result.loss, self.result.norm, self, over="all ranks")
+            error = not_finite(self.result.loss, self.result.norm, self)
         late = "seen late (result='late'); a step taken since changed nothing either"
         raise StepError(given=error.given, found=f"{error.found}; {late}", fix=error.fix)
 

@@ -249,8 +249,8 @@ class Step(TrainState):
                 rule.explain(where)
             elif not overflow:
                 self._fail(batch)
-                over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
-                raise not_finite(decided.loss, decided.norm, batch, over=over, where=where)
+                alone = self.engine.independent_steps
+                raise not_finite(decided.loss, decided.norm, batch, alone=alone, where=where)
         # Where ranks step separately, others may have stepped.
         self._follow_schedule(batch, taken=taken or self.engine.independent_steps)
         if self._scale is not None:
@@ -393,7 +393,7 @@ class Step(TrainState):
         Raises StepError, on all ranks, if it returns a mean instead of a sum.
         """
         if coupling or not self._tried:
-            check_first_batch(
+            self.untried = check_first_batch(
                 self.engine,
                 self.task,
                 batch,

@@ -64,6 +64,8 @@ class TrainState:
         self.last: StepResult | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
         """The context of the forward and backward passes, in which their FLOPs can be counted."""
+        self.untried = ""
+        """A line on a loss that could not be checked, to print after the first step."""
         self._epoch_ended = False
         self._follow_schedule_from_here()
         if engine.loop is not None:
@@ -73,6 +75,9 @@ class TrainState:
         """Count an optimizer step with this result."""
         if self.number == self._number_began:
             self._follow_schedule_from_here()  # the script may have loaded its state until now
+        if self.untried:
+            self.engine.world.print(self.untried)
+            self.untried = ""
         self.number += 1
         self.last = result
         return result

@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
+from shoal.util.call_errors import explain_calls
+
 
 def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], object]]:
     """Return the names of a package whose `__init__.py` is `file`, and its `__getattr__`."""
@@ -28,8 +30,10 @@ def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], obje
             near = get_close_matches(name, modules, n=1)
             hint = f"; did you mean {package}.{near[0]}?" if near else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
-        found = getattr(import_module(modules[name]), name)
-        setattr(sys.modules[package], name, found)
+        module = import_module(modules[name])
+        found = explain_calls(getattr(module, name), f"{package}.{name}")
+        for each in (module, sys.modules[package]):  # pickle looks a function up in its own module
+            setattr(each, name, found)
         return found
 
     return sorted(modules), find

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shoal.tools.report.attempts import list_saves
+from shoal.tools.report.attempts import QUIET, list_saves
 from shoal.tools.report.breakdown import COMPUTING, LABELS, AlignedSteps, Profile, split_steps
 from shoal.tools.report.history import PARTS, Array, Attempt, History
 from shoal.tools.report.stragglers import NOTABLE, Loading, Straggler, loader_speed_of
@@ -208,6 +208,9 @@ def losses(
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
             continue
+        seconds = sum(each.profile.seconds * each.profile.steps for each in judged)
+        if part == "checkpoint" and left * seconds < QUIET:
+            continue  # in a short run, any save is a large fraction
         text, advice = _about(part, left, history, judged)
         stalls = next((each for one in judged for each in one.stalls if each.part == part), None)
         if stalls is not None and stalls.cost > 0.5 * left * judged[-1].profile.seconds:

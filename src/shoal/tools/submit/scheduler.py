@@ -20,6 +20,9 @@ from shoal.util.errors import LaunchError
 REQUEUES = 100
 """Largest number of times that a job is requeued."""
 
+BATCH_KEYS = ("container", "gpu_resource", "image", "local", "mpirun", "options", "setup")
+"""The keys of site files for batch scripts."""
+
 MARK = "Written by `shoal submit`"
 """The text by which Shoal recognizes the files that it writes for schedulers."""
 
@@ -172,7 +175,7 @@ class SchedulerProfile:
     `title` is its name for users, `submit_program` the command that takes a job's file, whose name is
     `file`, `own_program` one that no other scheduler has. `launchers` can start the processes of a job;
     the first one is the default. The signal before the time limit may come up to `signal_delay` seconds
-    late.
+    late. `site_keys` are the keys of site files that not all schedulers have, and this one has.
     """
 
     title: str
@@ -181,6 +184,7 @@ class SchedulerProfile:
     launchers: tuple[str, ...]
     signal_delay: int
     file: str = "job.sh"
+    site_keys: tuple[str, ...] = BATCH_KEYS
 
 
 class Scheduler(Protocol):
@@ -255,6 +259,15 @@ def check_limits(job: Job, *, time: float, nodes: float) -> None:
             found=f"a job in {queue} has at most {nodes:.0f} nodes",
             fix=f"use --nodes {nodes:.0f} or another --partition (--force submits it anyway)",
         )
+
+
+def checked(title: str, given: str, value: str, pattern: str, what: str) -> str:
+    """Return a value. Raises LaunchError unless all of it matches `pattern`, which is `what`."""
+    if not re.fullmatch(pattern, value, re.ASCII):
+        raise LaunchError(
+            given=f"{given} {value!r}", found=f"{title} would reject this value", fix=f"use {what}"
+        )
+    return value
 
 
 class Shell(str):

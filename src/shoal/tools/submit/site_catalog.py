@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from shoal.distributed import env_vars
 from shoal.tools.submit.scheduler import Scheduler
-from shoal.tools.submit.schedulers import find_scheduler
+from shoal.tools.submit.schedulers import SCHEDULERS, find_scheduler
 from shoal.tools.submit.times import parse_time
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError, raised_as
@@ -122,11 +122,10 @@ def read_site(name: str, text: str, file: str) -> Site:
             key: _partition(key, value, file) for key, value in _tables(partitions, file, "partitions")
         },
     )
-    launchers = find_scheduler(site.scheduler, _given(file)).profile.launchers
+    _check_keys(site, file)
+    launchers = site_scheduler(site).profile.launchers
     if site.launcher not in (None, *launchers):
         raise _wrong(file, f"launcher = {site.launcher!r}", f"one of {', '.join(launchers)}")
-    if site.mpirun != Site.mpirun and "mpirun" not in launchers:
-        raise _wrong(file, f"mpirun = {list(site.mpirun)}, which it never runs", "leave it out")
     if site.ports is not None and not _is_range(site.ports):
         raise _wrong(file, f"ports = {site.ports!r}", 'two numbers, as in "10001-20000"')
     for key, words in (("mpirun", site.mpirun), ("container", site.container)):
@@ -137,6 +136,17 @@ def read_site(name: str, text: str, file: str) -> Site:
     if site.default is not None and site.default not in site.partitions:
         raise _wrong(file, f"default = {site.default!r}, which is not one of its partitions", "add it")
     return site
+
+
+def _check_keys(site: Site, file: str) -> None:
+    """Raise LaunchError for a key that only other schedulers have."""
+    own = find_scheduler(site.scheduler, _given(file)).profile
+    foreign = {key for each in SCHEDULERS.values() for key in each.profile.site_keys}
+    parts = {f"partitions.{name}.": part for name, part in site.partitions.items()}
+    for where, part in {"": site, **parts}.items():
+        for key in sorted(foreign.difference(own.site_keys).intersection(vars(part))):
+            if getattr(part, key) != getattr(type(part), key):
+                raise _wrong(file, f"{where}{key}, which is not a key of {own.title}", "leave it out")
 
 
 def _is_range(text: str) -> bool:

@@ -13,7 +13,14 @@ from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.gridengine import site_draft
 from shoal.tools.submit.gridengine.queue import parse_attributes, parse_queue
 from shoal.tools.submit.qsub.options import given_options, qsub_name, qsub_word, refuse_options
-from shoal.tools.submit.scheduler import Job, QueuedJob, SchedulerProfile, mpirun_command
+from shoal.tools.submit.scheduler import (
+    BATCH_KEYS,
+    Job,
+    QueuedJob,
+    SchedulerProfile,
+    checked,
+    mpirun_command,
+)
 from shoal.util.errors import LaunchError
 
 _COMMANDS = SchedulerCommands(
@@ -41,8 +48,11 @@ def options(job: Job, folder: str) -> Iterator[str]:
     yield f"-l h_rt={job.time}"
     if job.gpus:
         yield f"-l {qsub_word('gpu_resource', job.gpu_resource or 'gpu')}={job.gpus}"
+    if job.constraint is not None:
+        what = "a resource, as in ib or gpu_type=a100"
+        checked("Grid Engine", "--constraint", job.constraint, r"\S+", what)
+        yield f"-l {qsub_word('--constraint', job.constraint)}"
     for option, given, value in (
-        ("-l", "--constraint", job.constraint),
         ("-q", "--partition", job.partition),
         ("-P", "--account", job.account),
     ):
@@ -85,6 +95,7 @@ class GridEngine(BatchScheduler):
         own_program="qconf",
         launchers=("mpirun",),
         signal_delay=5,
+        site_keys=(*BATCH_KEYS, "parallel_environment"),
     )
     shell: ClassVar[Mapping[str, str]] = {
         "job_id": "$JOB_ID",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.tools.submit.scheduler import MARK, Job, JobContext, refuse_used
+from shoal.tools.submit.scheduler import MARK, Job, JobContext, checked, refuse_used
 from shoal.util.errors import LaunchError
 from shoal.util.python import installed_shoal_command
 
 SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 """The label of the pods of a JobSet, with its name."""
 
+_checked = partial(checked, "Kubernetes")
 _NODE, _DIGEST, _LONGEST, _WAIT = "node", "abcdef", 63, 86400
 _LETTERS = "of lowercase letters, digits and dashes"
 _LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
@@ -197,17 +199,6 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _checked(given: str, value: str, pattern: str, what: str) -> str:
-    """Return a value. Raises LaunchError unless all of it matches."""
-    if not re.fullmatch(pattern, value, re.ASCII):
-        raise LaunchError(
-            given=f"{given} {value!r}",
-            found="Kubernetes would reject this value",
-            fix=f"use {what}",
-        )
-    return value
-
-
 def _check_supported(job: Job) -> None:
     """Raise LaunchError for what a JobSet has no form of."""
     leave = "leave it out"
@@ -217,8 +208,7 @@ def _check_supported(job: Job) -> None:
         "--sweep": (job.sweep, leave),
         "--chain": (job.chain > 1, f"{leave}; submit the same run again to resume it"),
         "--stage": (job.stage, leave),
-        "--directive, or options in the site's file": (job.options, leave),
-        "setup in the site's file": (job.setup, "make it a part of the image"),
+        "--directive": (job.options, leave),
         "shoal bench scaling --submit": (job.turns, leave),
         processes: (
             job.processes != job.nodes * job.per_node,

@@ -32,6 +32,7 @@ class Kubernetes:
         launchers=("shoal",),
         signal_delay=0,
         file="jobset.json",
+        site_keys=("gpu_resource", "image", "volumes"),
     )
 
     def render(self, job: Job, place: JobContext) -> str:

@@ -17,6 +17,7 @@ from shoal.tools.submit.scheduler import (
     QueuedJob,
     SchedulerProfile,
     check_limits,
+    checked,
     mpirun_command,
 )
 from shoal.tools.submit.times import spell_time
@@ -64,8 +65,11 @@ def _chunk(job: Job) -> Iterator[str]:
     if job.gpus:
         yield f"{qsub_word('gpu_resource', job.gpu_resource or 'ngpus')}={job.gpus}"
     if job.memory is not None:
-        yield f"mem={qsub_word('--mem', job.memory)}"
+        size = r"\d+[kmgtpKMGTP]?[bwBW]?"
+        yield f"mem={checked('PBS', '--mem', job.memory, size, 'a size, as in 64gb')}"
     if job.constraint is not None:
+        what, one = "resources, as in gputype=A100:ib=True", r"[^\s:=]+=[^\s:]+"
+        checked("PBS", "--constraint", job.constraint, f"{one}(:{one})*", what)
         yield qsub_word("--constraint", job.constraint, allowed=":")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
+from functools import partial
 
-from shoal.tools.submit.scheduler import MARK, Job, JobContext, refuse_used
-from shoal.util.errors import LaunchError
+from shoal.tools.submit.scheduler import MARK, Job, JobContext, checked, refuse_used
 from shoal.util.python import installed_shoal_command
 
+_checked = partial(checked, "Ray")
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _VALUE = r"[A-Za-z0-9](?:[-\w.]{0,61}[A-Za-z0-9])?"
 # Ray's command joins its words into one line for a shell, and quotes them as Windows does.
@@ -67,15 +67,6 @@ def labels(job: Job) -> dict[str, str]:
     return dict(_checked("--constraint", pair, _LABEL, what).split("=") for pair in pairs)
 
 
-def _checked(given: str, value: str, pattern: str, what: str) -> str:
-    """Return a value. Raises LaunchError unless all of it matches."""
-    if not re.fullmatch(pattern, value, re.ASCII):
-        raise LaunchError(
-            given=f"{given} {value!r}", found="Ray would reject this value", fix=f"use {what}"
-        )
-    return value
-
-
 def _check_supported(job: Job) -> None:
     """Raise LaunchError for what a job of Ray has no form of."""
     leave = "leave it out"
@@ -89,13 +80,8 @@ def _check_supported(job: Job) -> None:
         "--sweep": (job.sweep, leave),
         "--chain": (job.chain > 1, f"{leave}; submit the same run again to resume it"),
         "--stage": (job.stage, leave),
-        "--container, or image in the site's file": (job.container, "start Ray in that image"),
-        "--directive, or options in the site's file": (job.options, leave),
-        "setup in the site's file": (job.setup, "do this before ray start on each node"),
-        "gpu_resource in the site's file": (
-            job.gpu_resource,
-            'use a label: constraint = "ray.io/accelerator-type=A100"',
-        ),
+        "--container": (job.container, "start Ray in that image"),
+        "--directive": (job.options, leave),
         "shoal bench scaling --submit": (job.turns, leave),
         f"-n {job.processes} on {job.nodes} nodes": (
             job.processes != job.nodes * job.per_node,

@@ -37,6 +37,7 @@ class Ray:
         launchers=("shoal",),
         signal_delay=5,
         file="ray.json",
+        site_keys=(),
     )
 
     def render(self, job: Job, place: JobContext) -> str:

@@ -12,10 +12,12 @@ from typing import ClassVar
 from shoal.distributed import env_vars
 from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.scheduler import (
+    BATCH_KEYS,
     Job,
     QueuedJob,
     SchedulerProfile,
     check_limits,
+    checked,
     mpirun_command,
     quote_word,
 )
@@ -53,13 +55,16 @@ def _own_options(job: Job, folder: str) -> Iterator[str]:
     if not job.multithread:
         yield _option("hint", "nomultithread")
     if job.memory is not None:
-        yield _option("mem", job.memory)
+        size = r"\d+([KMGT]B?)?|\d+([kmgt]b?)?"
+        yield _option("mem", checked("Slurm", "--mem", job.memory, size, "a size, as in 64G"))
     yield _option("time", spell_time(job.time))
     # Slurm replaces patterns that begin with a percent sign; two of them are one.
     log = f"{folder}/log".replace("%", "%%")
     yield _option("output", log + ("-%a.txt" if job.elements else ".txt"))
+    if job.constraint is not None:
+        what = "features without spaces, as in a100 or 'a100&ib'"
+        yield _option("C", checked("Slurm", "--constraint", job.constraint, r"\S+", what))
     for name, value in (
-        ("C", job.constraint),
         ("account", job.account),
         ("partition", job.partition),
         ("qos", job.qos),
@@ -126,6 +131,7 @@ class Slurm(BatchScheduler):
         launchers=("srun", "torchrun", "mpirun"),
         # Slurm documents a delay of up to one minute; 14 s were measured.
         signal_delay=60,
+        site_keys=(*BATCH_KEYS, "multithread", "qos"),
     )
     shell: ClassVar[Mapping[str, str]] = {
         "job_id": "$SLURM_JOB_ID",
