@@ -199,7 +199,9 @@ class _Audit:
             reason = "the script makes no process group: each rank is a separate run"
             yield undecided(WORLD, reason)
         else:
-            yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
+            sizes = len(set(self._request.ranks))
+            repetition = runs[sizes] if len(runs) > sizes else None
+            yield properties.decide_world_size(runs[:sizes], source, repetition)
         yield properties.decide_replicas(runs, source)
         yield properties.decide_schedule(runs)
         yield properties.decide_files(runs)
@@ -207,11 +209,10 @@ class _Audit:
     def _decide(self, *findings: PropertyFinding, final: bool) -> None:
         """Keep findings, and show those that are decided: no further run takes a refutation back."""
         for finding in findings:
-            if finding.name not in self._decided:
-                self._found[finding.name] = finding
-                if final or finding.verdict == "refuted":
-                    self._decided.add(finding.name)
-                    self._progress.decided(finding)
+            self._found[finding.name] = finding  # a later run may show an earlier reason
+            if finding.name not in self._decided and (final or finding.verdict == "refuted"):
+                self._decided.add(finding.name)
+                self._progress.decided(finding)
 
     def _isolate(self, finding: PropertyFinding, repeat: Variant, baseline: RunRecord) -> None:
         """Run again with the hash seed, then with the order of files of the first run."""
