@@ -173,7 +173,7 @@ CAUSES = (
     ),
     CauseEvidence(
         "metric computed per rank",
-        "another mean and sum over ranks, from equal outputs",
+        "another sum and mean, equal outputs",
         "sum its numerator and denominator over the ranks, or gather the outputs, and compute it then",
     ),
     CauseEvidence(
@@ -228,8 +228,8 @@ CAUSES = (
     ),
     CauseEvidence(
         "scheduler stepped per micro-batch or per rank",
-        "two scheduler steps, or rates of later steps",
-        "call `scheduler.step()` once after each `optimizer.step()`, without `Accelerator.prepare`",
+        "two scheduler steps, or later rates",
+        "call `scheduler.step()` once after each `optimizer.step()`{}",
     ),
     CauseEvidence(
         "each rank writes the same file",

@@ -249,9 +249,9 @@ def _seed_line(run: RunRecord) -> str:
     return next((line for line in lines if line not in shared), "")
 
 
-def schedule_cause(line: str) -> LikelyCause:
+def schedule_cause(line: str, change: str = "") -> LikelyCause:
     """Return that a scheduler is stepped more than once per optimizer step."""
-    return because("scheduler stepped per micro-batch or per rank", line)
+    return because("scheduler stepped per micro-batch or per rank", line, change)
 
 
 def file_cause(line: str) -> LikelyCause:
@@ -275,7 +275,7 @@ def world_size_cause(
         return because("batch size per rank", line)
     if kind.startswith("learning rates") and _rates_are_ahead(a, b):
         line = b.ranks[0].called("scheduler built") or source.name
-        return schedule_cause(line)
+        return schedule_cause(line, ", and do not pass it to `Accelerator.prepare`")
     if not kind.startswith(("gradients", "parameters")):
         return None
     steps = [rank.steps[position] for rank in b.ranks]

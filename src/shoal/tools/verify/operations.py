@@ -13,7 +13,7 @@ ROUNDING = 1e-4
 ROUNDING_STEPS = 8
 """The same in units of the relative spacing of the dtype, for dtypes with a larger spacing."""
 
-MEANS = ("mean", "loss")
+MEANS = ("mean", "loss", "cross_entropy")
 """Words in the names of operations whose scalar output is a mean over samples."""
 
 Part = Literal["operation", "argument", "input", "generator", "output", "mean"]
