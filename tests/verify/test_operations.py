@@ -126,7 +126,8 @@ def test_an_output_for_each_pair_of_local_samples_depends_on_other_samples() -> 
     def pairs(*rows: float) -> list[TracedOperation]:
         count = len(rows)
         features = tensor(*rows, shape=(count, 3))
-        new = replace(call("arange", features, tensor(*range(count))), inputs=())
+        new = call("arange", features, tensor(*range(count)), arguments=(str(count),))
+        new = replace(new, inputs=())
         turned = tensor(1.0, 2.0, float(sum(rows)), shape=(3, count))
         product = tensor(*(row * sum(rows) for row in rows), shape=(count, count))
         return [new, replace(call("mm", features, product), inputs=(features, turned))]
