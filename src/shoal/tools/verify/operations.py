@@ -16,6 +16,8 @@ ROUNDING_STEPS = 8
 MEANS = ("mean", "loss", "cross_entropy")
 """Words in the names of operations whose scalar output is a mean over samples."""
 
+READ = "input", "aten._local_scalar_dense.default"
+
 Part = Literal["operation", "argument", "input", "generator", "output", "mean"]
 
 
@@ -144,7 +146,8 @@ def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> Operatio
     for a, b in zip(first, second, strict=True):
         for position, (x, y) in enumerate(zip_longest(a, b)):
             difference = _difference(x, y)
-            if difference is not None:
+            # A number that is read makes a difference where it is used, if anywhere.
+            if difference is not None and (difference.part, difference.operation) != READ:
                 found.append((position, difference))
                 break
     return min(found, key=lambda entry: entry[0])[1] if found else None
