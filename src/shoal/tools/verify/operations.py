@@ -17,6 +17,7 @@ MEANS = ("mean", "loss", "cross_entropy")
 """Words in the names of operations whose scalar output is a mean over samples."""
 
 READ = "input", "aten._local_scalar_dense.default"
+"""The difference of an operation that only reads a number."""
 
 Part = Literal["operation", "argument", "input", "generator", "output", "mean"]
 
@@ -227,7 +228,12 @@ def _pairs_samples(same: Sequence[TracedOperation], inputs: Sequence[tuple[str, 
     """Return whether the output has an entry for each pair of samples of the local batch."""
     if ("equal", "split") not in inputs:
         return False
-    sizes = {(r.inputs[inputs.index(("equal", "split"))].shape[0], *r.outputs[0].shape) for r in same}
+    number = inputs.index(("equal", "split"))
+    sizes = {
+        (*record.inputs[number].shape[:1], *output.shape)
+        for record in same
+        for output in record.outputs[:1]
+    }
     return len(sizes) > 1 and all(len(each) == 3 and len(set(each)) == 1 for each in sizes)
 
 
