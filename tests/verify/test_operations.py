@@ -110,6 +110,33 @@ def test_a_mean_of_means_is_found_if_no_sample_is_treated_otherwise() -> None:
     assert found.part == "mean"
 
 
+def test_another_statistic_over_samples_is_no_mean() -> None:
+    def std(*samples: float, value: float) -> list[TracedOperation]:
+        return [replace(record, operation="std") for record in mean(*samples, value=value)]
+
+    found = first_operation_by_rows(
+        [std(1.0, 2.0, 4.0, 9.0, value=3.6)],
+        [std(1.0, 2.0, value=0.7), std(4.0, 9.0, value=3.5)],
+    )
+    assert found is not None
+    assert (found.operation, found.part) == ("std", "output")
+
+
+def test_an_output_for_each_pair_of_local_samples_depends_on_other_samples() -> None:
+    def pairs(*rows: float) -> list[TracedOperation]:
+        count = len(rows)
+        features = tensor(*rows, shape=(count, 3))
+        new = call("arange", features, tensor(*range(count)), arguments=(str(count),))
+        new = replace(new, inputs=())
+        turned = tensor(1.0, 2.0, float(sum(rows)), shape=(3, count))
+        product = tensor(*(row * sum(rows) for row in rows), shape=(count, count))
+        return [new, replace(call("mm", features, product), inputs=(features, turned))]
+
+    found = first_operation_by_rows([pairs(1.0, 2.0)], [pairs(1.0), pairs(2.0)])
+    assert found is not None
+    assert (found.operation, found.part) == ("mm", "output")
+
+
 def test_the_start_of_a_restarted_script_is_not_compared() -> None:
     start = call("load", tensor(7.0), tensor(7.0), line="train.py:3")
     before = call("save", tensor(8.0), tensor(8.0), line="train.py:4")

@@ -122,6 +122,31 @@ def test_another_rank_may_continue_with_the_generator_state_of_rank_0(
     assert (found is not None and (found.name, found.line) == (name, "train.py:8")) == copied
 
 
+def test_the_first_order_again_is_a_generator_that_was_not_saved_if_no_step_is_repeated() -> None:
+    loader = replace(LOADER, sampler="RandomSampler", seed=7)
+
+    def rank(*firsts: int) -> RankRecord:
+        batches = [
+            DeliveredBatch(loader=KEY, epoch=epoch, indices=(first,), training=True)
+            for epoch, first in enumerate(firsts)
+        ]
+        steps = tuple(step(n, batches=(batch,)) for n, batch in enumerate(batches, start=1))
+        return RankRecord(rank=0, steps=steps, loaders={KEY: loader}, delivered=tuple(batches))
+
+    base = run(rank(0, 1, 2))
+    for again, name in (
+        (
+            rank(
+                0,
+            ),
+            "generator state not in the checkpoint",
+        ),
+        (rank(0, 1), None),
+    ):
+        found = Restart(base, run(again), 2, SOURCE).state_cause("samples", 0, 0)
+        assert (None if found is None else found.name) == name
+
+
 def scaled(factor: float, *, ranks: int, unclipped: bool = False) -> RunRecord:
     value = {"weight": Sketch(checksum="", norm=factor, projection=factor)}
     before = {"unclipped": value, "clip_line": "train.py:6"} if unclipped else {"gradients": value}
@@ -250,6 +275,35 @@ def test_numbers_of_ranks_are_equal_up_to_rounding_or_refuted() -> None:
     found = properties.decide_world_size([larger, two], SOURCE)
     assert found.cause is not None
     assert found.cause.name == "batch size per rank"
+
+
+def test_samples_of_data_that_the_script_divides_are_not_compared() -> None:
+    def ranks(size: int, *read: tuple[int, ...]) -> RunRecord:
+        loaders = {KEY: replace(LOADER, size=size)}
+        return run(
+            *(
+                replace(reading(*r, rank=n), loaders=loaders, steps=(step(1, r),))
+                for n, r in enumerate(read)
+            )
+        )
+
+    one = ranks(4, (0, 1, 2, 3))
+    for size, verdict in ((2, "held"), (4, "refuted")):
+        two = ranks(size, (0, 1), (0, 1))
+        assert properties.decide_world_size([one, two], SOURCE).verdict == verdict
+        assert properties.decide_counts([one, two], SOURCE, training=True).verdict == verdict
+
+
+def test_learning_rates_of_later_steps_are_those_of_a_scheduler_stepped_per_rank() -> None:
+    rates = [1 / number for number in range(1, 9)]
+    one, two = (
+        run(*(RankRecord(rank=r, steps=steps) for r in range(size)))
+        for size in (1, 2)
+        for steps in [tuple(step(1, (), lr=(rate,)) for rate in rates[::size])]
+    )
+    found = properties.decide_world_size([one, two], SOURCE).cause
+    assert found is not None
+    assert found.name == "scheduler stepped per micro-batch or per rank"
 
 
 def test_ranks_without_a_process_group_are_separate_runs() -> None:

@@ -9,6 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shoal.launcher.signals import Interrupted
@@ -163,12 +164,19 @@ class _Audit:
 
     def _start(self, variant: Variant) -> RunRecord:
         """Run a variant and return its records, only the first ones if the audit is stopped."""
-        at = "" if variant.kill_at is None else f" before step {variant.kill_at}"
-        self._started.append(f"{variant.name}{at}")
-        self._variants[variant.name] = variant
-        self._progress.run_starts(variant.name, variant.trace_at or self._request.steps)
-        run = run_variant if variant.kill_at is None else run_killed
-        record = self._records[variant.name] = run(self._request, variant, self._servers)
+        name, kill = variant.name, variant.kill_at
+        at = "" if kill is None or variant.trace_at else f" before step {kill}"
+        self._started.append(f"{name}{at}")
+        self._variants[name] = variant
+        steps = variant.trace_at or self._request.steps
+        if kill is None:
+            self._progress.run_starts(name, steps)
+            record = run_variant(self._request, variant, self._servers)
+        else:
+            self._progress.run_starts(name, kill - 1)
+            restarts = partial(self._progress.run_starts, name, steps, restarted=True)
+            record = run_killed(self._request, variant, self._servers, restarts=restarts)
+        self._records[name] = record
         return record
 
     def _observe(self, variant: Variant) -> RunRecord:
@@ -199,7 +207,9 @@ class _Audit:
             reason = "the script makes no process group: each rank is a separate run"
             yield undecided(WORLD, reason)
         else:
-            yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
+            sizes = len(set(self._request.ranks))
+            repetition = runs[sizes] if len(runs) > sizes else None
+            yield properties.decide_world_size(runs[:sizes], source, repetition)
         yield properties.decide_replicas(runs, source)
         yield properties.decide_schedule(runs)
         yield properties.decide_files(runs)
@@ -207,11 +217,10 @@ class _Audit:
     def _decide(self, *findings: PropertyFinding, final: bool) -> None:
         """Keep findings, and show those that are decided: no further run takes a refutation back."""
         for finding in findings:
-            if finding.name not in self._decided:
-                self._found[finding.name] = finding
-                if final or finding.verdict == "refuted":
-                    self._decided.add(finding.name)
-                    self._progress.decided(finding)
+            self._found[finding.name] = finding  # a later run may show an earlier reason
+            if finding.name not in self._decided and (final or finding.verdict == "refuted"):
+                self._decided.add(finding.name)
+                self._progress.decided(finding)
 
     def _isolate(self, finding: PropertyFinding, repeat: Variant, baseline: RunRecord) -> None:
         """Run again with the hash seed, then with the order of files of the first run."""
@@ -294,18 +303,22 @@ class _Audit:
         """
         steps = self._records[name].ranks[0].steps[: step - 1]
         weight = steps[-1].gradients.get(f"{found.module}.weight") if steps else None
-        traced = self._records[_traced_name(name, step)]
+        traced = self._records[self._traced_name(name, step)]
         return traced.ranks[0].called("train mode") if weight is not None and weight.norm else ""
 
     def _trace(self, name: str, step: int) -> list[Trace]:
         """Return the operations of each rank in one step of a run, which runs again for them once."""
         if (name, step) not in self._traces:
             # A name of its own: it is the name of the run's directory.
-            traced = _traced_name(name, step)
+            traced = self._traced_name(name, step)
             record = self._start(replace(self._variants[name], name=traced, trace_at=step))
             self._check_stopped()
             self._traces[name, step] = [rank.operations for rank in record.ranks]
         return self._traces[name, step]
+
+    def _traced_name(self, name: str, step: int) -> str:
+        after = "" if self._variants[name].kill_at is None else " after the restart"
+        return f"{name}, operations of step {step}{after}"
 
     def report(self, stopped: str) -> AuditReport:
         """Return the answers, and for properties without one why the audit was `stopped`."""
@@ -363,10 +376,6 @@ def _advice(notes: str, output: str, size: int, request: VerifyRequest) -> str:
     if any(word in output.lower() for word in ("nvidia", "cuda", "gpu")):
         return "use a machine with a GPU, or the script's option for the CPU"
     return f"run it by itself first: shoal run -n {size} {request.script}"
-
-
-def _traced_name(name: str, step: int) -> str:
-    return f"{name}, operations of step {step}"
 
 
 def name_ranks(size: int) -> str:

@@ -172,6 +172,11 @@ CAUSES = (
         "divide the sum of the losses by the number of samples or tokens of all ranks",
     ),
     CauseEvidence(
+        "metric computed per rank",
+        "another sum and mean, equal outputs",
+        "sum its numerator and denominator over the ranks, or gather the outputs, and compute it then",
+    ),
+    CauseEvidence(
         "BatchNorm over the local batch",
         "equal inputs, different output",
         "convert with `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
@@ -223,8 +228,8 @@ CAUSES = (
     ),
     CauseEvidence(
         "scheduler stepped per micro-batch or per rank",
-        "two scheduler steps",
-        "call `scheduler.step()` once after each `optimizer.step()`",
+        "two scheduler steps, or later rates",
+        "call `scheduler.step()` once after each `optimizer.step()`{}",
     ),
     CauseEvidence(
         "each rank writes the same file",
@@ -239,6 +244,7 @@ STATES = {
     "learning rates": ("scheduler state", "`scheduler.state_dict()`", "scheduler"),
     "samples": ("loader position", "epoch and batch, and skip the batches that were trained with", ""),
     "buffers": ("buffers", "`model.state_dict()`, which includes buffers", ""),
+    "loader": ("generator state", "`get_state()` of the loader's generator", ""),
     "torch": ("generator state", "`torch.get_rng_state()`", "torch generator"),
     "python": ("generator state", "`random.getstate()`", "python generator"),
     "numpy": ("generator state", "`np.random.get_state()`", "numpy generator"),

@@ -14,6 +14,7 @@ from shoal.tools.verify.observations import (
     GENERATORS,
     DrawRecord,
     LoaderRecord,
+    RankRecord,
     RunRecord,
     StepRecord,
 )
@@ -93,7 +94,7 @@ class Restart(NamedTuple):
         if kind == "learning rates":
             return self._rate_cause(first=position == 0)
         if kind == "samples":
-            return self._samples_cause(self.again.ranks[rank].steps[position].samples, rank)
+            return self._samples_cause(position, rank)
         return self.missing(kind) if kind in ("optimizer states", "buffers") else None
 
     def _rate_cause(self, *, first: bool) -> LikelyCause | None:
@@ -106,14 +107,22 @@ class Restart(NamedTuple):
             return self.missing("learning rates")
         return self.missing("optimizer states") or self.missing("rate")
 
-    def _samples_cause(self, samples: Sequence[object], rank: int) -> LikelyCause | None:
-        """Samples of another step are evidence of the position; others of the order."""
-        if any(step.samples == samples for step in self.baseline.ranks[rank].steps):
-            return self.missing("samples")
-        loaders = self.again.ranks[rank].loaders.values()
-        if any(each.sampler == "RandomSampler" and each.seed is None for each in loaders):
+    def _samples_cause(self, position: int, rank: int) -> LikelyCause | None:
+        """Return why samples differ: those of another step show a lost position, others another order.
+
+        The first samples of another epoch show either.
+        """
+        before, after = self.baseline.ranks[rank], self.again.ranks[rank]
+        generators = {each.seed for each in after.loaders.values() if each.sampler == "RandomSampler"}
+        known = any(step.samples == after.steps[position].samples for step in before.steps)
+        starts = _starts_a_pass(before, self.offset + position) and _starts_a_pass(after, position)
+        # With a lost position, the restart is longer.
+        restored = starts and self.offset + self.again.length == self.baseline.length
+        if known and not restored:
+            return None if starts and generators else self.missing("samples")
+        if None in generators:
             return self.missing("torch")
-        return None
+        return self.missing("loader") if known and generators else None
 
     def operation_cause(self, found: OperationDifference) -> LikelyCause | None:
         """Return why an operation of the same step differs."""
@@ -126,6 +135,13 @@ class Restart(NamedTuple):
 
 def _called(run: RunRecord, what: str) -> str:
     return next((line for rank in run.ranks if (line := rank.called(what))), "")
+
+
+def _starts_a_pass(rank: RankRecord, position: int) -> bool:
+    """Return whether a step used the first batch of a pass over a loader."""
+    first = rank.steps[position].batches[:1]
+    passes = {(batch.loader, batch.epoch): batch for batch in reversed(rank.delivered)}
+    return any(passes.get((batch.loader, batch.epoch)) == batch for batch in first)
 
 
 def sampler_cause(loader: LoaderRecord, repeated: int, size: int, alone: bool) -> LikelyCause | None:
@@ -233,14 +249,19 @@ def _seed_line(run: RunRecord) -> str:
     return next((line for line in lines if line not in shared), "")
 
 
-def schedule_cause(line: str) -> LikelyCause:
-    """Return the line that steps a scheduler more than once per optimizer step."""
-    return because("scheduler stepped per micro-batch or per rank", line)
+def schedule_cause(line: str, change: str = "") -> LikelyCause:
+    """Return that a scheduler is stepped more than once per optimizer step."""
+    return because("scheduler stepped per micro-batch or per rank", line, change)
 
 
 def file_cause(line: str) -> LikelyCause:
     """Return the line that writes one file on several ranks."""
     return because("each rank writes the same file", line)
+
+
+def metric_cause(line: str) -> LikelyCause:
+    """Return the line that reduces a metric over ranks that depends on their number."""
+    return because("metric computed per rank", line)
 
 
 def world_size_cause(
@@ -252,6 +273,9 @@ def world_size_cause(
     samples = [len(run.global_samples(0)) for run in (a, b)]
     if position == 0 and samples[0] * b.size == samples[1] * a.size and samples[0] != samples[1]:
         return because("batch size per rank", line)
+    if kind.startswith("learning rates") and _rates_are_ahead(a, b):
+        line = b.ranks[0].called("scheduler built") or source.name
+        return schedule_cause(line, ", and do not pass it to `Accelerator.prepare`")
     if not kind.startswith(("gradients", "parameters")):
         return None
     steps = [rank.steps[position] for rank in b.ranks]
@@ -274,6 +298,14 @@ def world_size_cause(
     if position and uneven[-1] and not any(uneven[:-1]):
         return because("mean of means", b.ranks[0].called("backward") or source.name)
     return None
+
+
+def _rates_are_ahead(a: RunRecord, b: RunRecord) -> bool:
+    """Return whether the learning rates of `b` are those of `a` after as many more steps as ranks."""
+    rates = [[step.lr for step in run.ranks[0].steps] for run in (a, b)]
+    later = rates[0][:: b.size // a.size] if b.size % a.size == 0 else []
+    common = min(len(later), len(rates[1]))
+    return len(set(later[:common])) > 2 and later[:common] == rates[1][:common]
 
 
 def _have_equal_norms(steps: Sequence[StepRecord]) -> bool:

@@ -185,6 +185,19 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReducedMetric:
+    """This rank's part of a tensor that an evaluation after `step` steps sums or averages over ranks.
+
+    `outputs` are sums over the model's outputs that this rank evaluated before.
+    """
+
+    step: int
+    line: str
+    values: tuple[float, ...]
+    outputs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalledFunction:
     """The first call of a function at one line of the script, in the order of the calls.
 
@@ -212,6 +225,7 @@ class RankRecord:
     complete: frozenset[Pass] = frozenset()
     draws: tuple[DrawRecord, ...] = ()
     files: tuple[WrittenFile, ...] = ()
+    metrics: tuple[ReducedMetric, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     set_epoch_calls: int = 0
     scheduled: bool = False
@@ -320,6 +334,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         complete=frozenset((LoaderKey(*e["loader"]), e["epoch"]) for e in by_kind.get("complete", [])),
         draws=tuple(draws),
         files=tuple(WrittenFile(**event) for event in by_kind.get("file", [])),
+        metrics=tuple(_metric(event) for event in by_kind.get("metric", [])),
         layers={event["kind"]: event["name"] for event in by_kind.get("layer", [])},
         set_epoch_calls=len(by_kind.get("set_epoch", [])),
         scheduled="scheduler" in by_kind,
@@ -338,6 +353,11 @@ def _loader(event: Any) -> LoaderRecord:
 def _batch(event: Any) -> DeliveredBatch:
     plain = {"loader": LoaderKey(*event["loader"]), "indices": tuple(event["indices"])}
     return DeliveredBatch(**{**event, **plain})
+
+
+def _metric(event: Any) -> ReducedMetric:
+    plain = {key: tuple(event[key]) for key in ("values", "outputs")}
+    return ReducedMetric(**{**event, **plain})
 
 
 def _step(event: Any) -> StepRecord:

@@ -13,6 +13,12 @@ ROUNDING = 1e-4
 ROUNDING_STEPS = 8
 """The same in units of the relative spacing of the dtype, for dtypes with a larger spacing."""
 
+MEANS = ("mean", "loss", "cross_entropy")
+"""Words in the names of operations whose scalar output is a mean over samples."""
+
+READ = "input", "aten._local_scalar_dense.default"
+"""The difference of an operation that only reads a number."""
+
 Part = Literal["operation", "argument", "input", "generator", "output", "mean"]
 
 
@@ -141,7 +147,8 @@ def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> Operatio
     for a, b in zip(first, second, strict=True):
         for position, (x, y) in enumerate(zip_longest(a, b)):
             difference = _difference(x, y)
-            if difference is not None:
+            # A number that is read makes a difference where it is used, if anywhere.
+            if difference is not None and (difference.part, difference.operation) != READ:
                 found.append((position, difference))
                 break
     return min(found, key=lambda entry: entry[0])[1] if found else None
@@ -186,7 +193,8 @@ def first_operation_by_rows(
     Operations that reduce over samples differ between ranks by design, so they are not compared.
     """
     traces = [dict(_numbered(trace)) for trace in (*first, *second)]
-    mean: OperationDifference | None = None
+    scalar: OperationDifference | None = None
+    pairs: OperationDifference | None = None
     for key, record in reversed(traces[0].items()):
         same = [found[key] for found in traces if key in found]
         if len(same) < len(traces) or record.phase == "update":
@@ -195,6 +203,8 @@ def first_operation_by_rows(
             [_compare_parts(parts, len(first), record.phase) for parts in zip(*lists, strict=False)]
             for lists in ([r.inputs for r in same], [r.outputs for r in same])
         )
+        if pairs is None and record.phase == "forward" and _pairs_samples(same, inputs):
+            pairs = _differs(same[-1], "output", "")
         if any(answer != "equal" for answer, _ in inputs):
             continue
         split = any(kind == "split" for _, kind in inputs)
@@ -205,14 +215,29 @@ def first_operation_by_rows(
             if answer == "differs" and not record.generator and split and not same_call:
                 values = " and ".join(dict.fromkeys(str(other.arguments) for other in same))
                 return _differs(same[-1], "argument", values)
-            if answer == "differs" and (kind == "split" or copied):
+            # A new tensor may have the size of the local batch.
+            if answer == "differs" and ((inputs and kind == "split") or copied):
                 return _differs(same[-1], "generator" if record.generator else "output", "")
-        if mean is None and split and record.phase == "forward" and _is_uneven_mean(same, len(first)):
-            mean = _differs(same[-1], "mean", "")
-    return mean
+        if scalar is None and split and record.phase == "forward" and _is_uneven(same, len(first)):
+            is_mean = any(word in record.operation for word in MEANS)
+            scalar = _differs(same[-1], "mean" if is_mean else "output", "")
+    return scalar or pairs
 
 
-def _is_uneven_mean(same: Sequence[TracedOperation], first: int) -> bool:
+def _pairs_samples(same: Sequence[TracedOperation], inputs: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the output has an entry for each pair of samples of the local batch."""
+    if ("equal", "split") not in inputs:
+        return False
+    number = inputs.index(("equal", "split"))
+    sizes = {
+        (*record.inputs[number].shape[:1], *output.shape)
+        for record in same
+        for output in record.outputs[:1]
+    }
+    return len(sizes) > 1 and all(len(each) == 3 and len(set(each)) == 1 for each in sizes)
+
+
+def _is_uneven(same: Sequence[TracedOperation], first: int) -> bool:
     """Return whether the first output is a number that is neither summed nor averaged over ranks."""
     values = [
         record.outputs[0].rows for record in same if record.outputs and not record.outputs[0].shape

@@ -26,7 +26,7 @@ class VerifyProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
-        self._run, self._steps, self._begun = "", 0, 0.0
+        self._run, self._of, self._begun = "", "", 0.0
         self._read: dict[Path, int] = {}
         self._taken = 0
 
@@ -36,10 +36,12 @@ class VerifyProgress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def run_starts(self, name: str, steps: int) -> None:
-        """Show the name of a run of at most this many steps."""
-        self._run, self._steps, self._begun = name, steps, CLOCK.now()
-        print_path(self._console, f"running: {name}")
+    def run_starts(self, name: str, steps: int, *, restarted: bool = False) -> None:
+        """Show the name of a run of at most this many steps; those of a restart begin at 1 again."""
+        self._run = f"{name}, restarted" if restarted else name
+        self._of = f"{steps} after the restart" if restarted else f"{steps}"
+        self._begun = CLOCK.now()
+        print_path(self._console, f"running: {self._run}")
 
     def look(self, folder: Path) -> None:
         """Show how many steps rank 0 has recorded in a directory, on a terminal."""
@@ -54,7 +56,7 @@ class VerifyProgress:
             self._read[path] = self._read.get(path, 0) + len(new + newline)
             self._taken += new.count(STEP)
         seconds = CLOCK.now() - self._begun
-        line = f"{self._run}: step {self._taken} of {self._steps}, {seconds:.0f} s"
+        line = f"{self._run}: step {self._taken} of {self._of}, {seconds:.0f} s"
         self._live.start()
         self._console.show_cursor(True)  # a killed process could not bring it back
         self._live.update(Text(printable(line), no_wrap=True, overflow="ellipsis"), refresh=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from shoal.tools.verify.causes import (
@@ -11,6 +11,7 @@ from shoal.tools.verify.causes import (
     ScriptSource,
     draw_cause,
     file_cause,
+    metric_cause,
     order_cause,
     repeat_cause,
     replica_cause,
@@ -18,6 +19,7 @@ from shoal.tools.verify.causes import (
     schedule_cause,
     world_size_cause,
 )
+from shoal.tools.verify.metrics import first_metric
 from shoal.tools.verify.observations import (
     ACCELERATE,
     TIMED_OUT,
@@ -88,13 +90,14 @@ def first_difference(first: RunRecord, second: RunRecord) -> tuple[int, str] | N
 def differing_state(a: StepRecord, b: StepRecord) -> str:
     """Return the first kind of state that differs, in the order in which a step uses it; or "".
 
-    Generators that no sample, model or layer uses may differ without an effect.
+    Generators that no sample, model or layer uses may differ without an effect. Samples are not known
+    in a step before which Accelerate has read them.
     """
     for differs, kind in (
         (a.parameters_before != b.parameters_before, "parameters"),
         (a.optimizer_before != b.optimizer_before, "optimizer states"),
         (a.lr != b.lr, "learning rates"),
-        (a.samples != b.samples, "samples"),
+        (a.samples and b.samples and a.samples != b.samples, "samples"),
         (a.gradients != b.gradients, "gradients"),
         (a.buffers_before != b.buffers_before, "buffers"),
         (a.parameters != b.parameters, "updates"),
@@ -163,6 +166,7 @@ def decide_counts(
     """Count the samples of each complete pass over a loader, in training or outside, over all ranks."""
     name = SAMPLES if training else EVALUATION
     complete = 0
+    divided = _divided_loaders(runs)
     for run in runs:
         seen = 0
         for loader, epoch in _passes(run, training=training):
@@ -170,6 +174,8 @@ def decide_counts(
             record = known[0] if known else None
             size = _size(run.ranks, loader)
             if record is None or size is None or record.replacement:
+                continue
+            if run.size > 1 and loader in divided:
                 continue
             by_rank = [_order(rank, loader, epoch) for rank in _readers(run.ranks, loader)]
             if not training and all(Counter(by_rank[0]) == Counter(read) for read in by_rank):
@@ -236,6 +242,20 @@ def _size(ranks: Sequence[RankRecord], loader: LoaderKey) -> int | None:
         return len(set().union(*subsets))
     sizes = {record.size for record in records if record.size is not None}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _divided_loaders(runs: Sequence[RunRecord]) -> set[LoaderKey]:
+    """Return the loaders of datasets that the script divides, whose indices do not tell their samples.
+
+    The sizes on all ranks add up to the same number on different numbers of ranks.
+    """
+    totals: dict[LoaderKey, dict[int, int]] = {}
+    for run in runs:
+        for loader, record in run.ranks[0].loaders.items():
+            sizes = [rank.loaders[loader].size for rank in run.ranks if loader in rank.loaders]
+            if record.samples is None and record.part is None and None not in sizes:
+                totals.setdefault(loader, {})[run.size] = sum(size or 0 for size in sizes)
+    return {key for key, sums in totals.items() if len(sums) > 1 and len(set(sums.values())) == 1}
 
 
 def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
@@ -389,14 +409,25 @@ def decide_micro_batches(baseline: RunRecord, changed: RunRecord | None) -> Prop
     return held(MICRO_BATCHES, 2, evidence)
 
 
-def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
-    """Compare runs on different numbers of ranks with the first."""
+def decide_world_size(
+    runs: Sequence[RunRecord], source: ScriptSource, repetition: RunRecord | None = None
+) -> PropertyFinding:
+    """Compare runs on different numbers of ranks with the first.
+
+    Metrics are compared on the ranks of the `repetition` of the last run.
+    """
     reference, *others = runs
     largest, bits = 0.0, True
+    divided = _divided_loaders(runs)
     for run in others:
+        metric = None
+        if repetition is not None and run is others[-1]:
+            metric = first_metric(reference, run, repetition)
         for position in range(min(reference.length, run.length)):
+            if metric is not None and metric.step <= position:
+                break
             step = run.ranks[0].steps[position]
-            kind, difference = _difference_up_to_rounding(reference, run, position)
+            kind, difference = _difference_up_to_rounding(reference, run, position, divided)
             if kind:
                 evidence = f"{reference.name} and {run.name}: step {step.step}: {kind}"
                 cause = world_size_cause(kind, reference, run, position, source)
@@ -407,13 +438,19 @@ def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> Proper
             bits = bits and run.tensors(position, "parameters") == reference.tensors(
                 position, "parameters"
             )
+        if metric is not None:
+            evidence = f"{reference.name} and {run.name}: after step {metric.step}: a metric is "
+            evidence += f"{metric.values}, from equal outputs of the model"
+            return refuted(WORLD, evidence, metric_cause(metric.line))
     if not others or not all(run.length for run in runs):
         return undecided(WORLD, "fewer than two numbers of ranks took a step")
     how = "equal in all bits" if bits else f"up to rounding: largest relative difference {largest:.1e}"
     return held(WORLD, len(runs), how)
 
 
-def _difference_up_to_rounding(a: RunRecord, b: RunRecord, position: int) -> tuple[str, float]:
+def _difference_up_to_rounding(
+    a: RunRecord, b: RunRecord, position: int, divided: Collection[LoaderKey] = ()
+) -> tuple[str, float]:
     x, y = a.ranks[0].steps[position], b.ranks[0].steps[position]
     samples = [a.global_samples(position), b.global_samples(position)]
     comparable = x.parameters.keys() == y.parameters.keys() and not x.sharded and not y.sharded
@@ -421,7 +458,7 @@ def _difference_up_to_rounding(a: RunRecord, b: RunRecord, position: int) -> tup
         return "initial parameters differ", 0.0
     if len(samples[0]) != len(samples[1]):
         return f"{len(samples[0])} samples on {a.size} and {len(samples[1])} on {b.size} ranks", 0.0
-    if samples[0] != samples[1]:
+    if samples[0] != samples[1] and not any(batch.loader in divided for batch in y.batches):
         return "different samples", 0.0
     if x.lr != y.lr:
         return f"learning rates {x.lr} and {y.lr}", 0.0

@@ -37,7 +37,7 @@ from shoal.util.clock import CLOCK
 from shoal.util.plain import from_plain
 from shoal.util.python import code_command
 
-IMPORTS = ("shoal.tools.verify.hooks",)
+IMPORTS = ("shoal.tools.verify.metric_hooks",)
 """It imports what optimizers import in their first step, too."""
 START = "from shoal.tools.verify.run_servers import serve; serve()"
 """Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
@@ -63,11 +63,13 @@ class ObservedScript(Script):
     def run(self) -> None:
         """Install the hooks and run the script as `__main__`."""
         from shoal.tools.verify.hooks import install_hooks
+        from shoal.tools.verify.metric_hooks import observe_metrics
         from shoal.tools.verify.observed_calls import keep_process_groups, reverse_listings
 
         self._begin_anew()
         keep_process_groups()
         observer = install_hooks(self.observer, placement().rank)
+        observe_metrics(observer)
         if self.observer.losses:
             from shoal.tools.verify.loss_hooks import observe_losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,12 +111,15 @@ def run_variant(
     return read_run(folder, name=variant.name, size=variant.size, code=code)
 
 
-def run_killed(request: VerifyRequest, variant: Variant, servers: RunServers) -> RunRecord:
+def run_killed(
+    request: VerifyRequest, variant: Variant, servers: RunServers, *, restarts: Callable[[], None]
+) -> RunRecord:
     """Run a variant until its kill, then again in the same directory; return the second's records.
 
-    `trace_at` applies to the second run.
+    `trace_at` applies to the second run, before which `restarts` is called.
     """
     run_variant(request, replace(variant, trace_at=None), servers)
+    restarts()
     home = request.scratch / variant.name / "home"
     again = replace(request, args=(*request.args, *request.restart_args))
     return run_variant(again, replace(variant, kill_at=None), servers, home=home)
