@@ -160,7 +160,7 @@ _PLAUSIBLE = {
 }
 """The values of a machine file, in its units."""
 _INTENSITY = (0.05, 5e3)
-"""FLOP of `half` per byte of memory bandwidth: 2 to 600 in data sheets, and a thousandth or a thousand
+"""FLOP of `half` per byte of memory bandwidth: 20 to 420 in the catalogue, a thousandth or a thousand
 times as much if one of them is in another unit."""
 _WHOLE = ("devices", "host", "units", "cores", "threads")
 SCALE = {
