@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_all_mistakes_of_a_file_are_reported(tmp_path: Path) -> None:
     for mistake in (
         "fp23 is unknown",
         "fp32 is missing",
-        "link is 0, not between 1e-07 and 1e+09",
+        "link is 0, not between 0.0001 and 100000",
         "devices is 2.5, not an integer",
         "efficiency.product is 3, not between",
         "threads needs cores",
@@ -68,6 +69,20 @@ def test_rates_that_no_machine_has(tmp_path: Path) -> None:
     text = FILE.format(link=1, devices=4, product=0.6, more="")
     path.write_text(text.replace("memory = 24", "memory = 1.2"))
     with pytest.raises(ShoalError, match=r"memory is 1.2 GB"):
+        find_machine(str(path))
+
+
+def test_values_in_other_units(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = FILE.format(link=1, devices=4, product=0.6, more="\nhost = 3")
+    path.write_text(text)
+    with pytest.raises(ShoalError, match="host 3 does not divide devices 4"):
+        find_machine(str(path))
+    path.write_text(text.replace("memory = 24", "memory = 24576"))
+    with pytest.raises(ShoalError, match="memory is 24576, not between"):
+        find_machine(str(path))
+    path.write_text(re.sub("memory_bandwidth = .*", "memory_bandwidth = 1", text))
+    with pytest.raises(ShoalError, match="one of them is in another unit"):
         find_machine(str(path))
 
 

@@ -59,6 +59,11 @@ def test_runs_that_can_not_be_checked(tmp_path: Path) -> None:
     experts = write(tmp_path / "experts", simulate(2, 40), start={"layout": "expert=2"})
     with pytest.raises(ShoalError, match="have the experts"):
         check_run(experts, model, CPU)
+    deep = write(tmp_path / "deep", simulate(8, 40), start={"layout": "pipeline=8"})
+    with pytest.raises(ShoalError, match="8 stages for 4 layers"):
+        check_run(deep, model, CPU)
+    with pytest.raises(ShoalError, match="zbv has 2 stages per rank, not 4"):
+        check_run(deep, model, CPU, schedule="zbv", stages=4)
     with pytest.raises(ShoalError):
         check_run(tmp_path / "absent", model, CPU)
 
@@ -128,7 +133,7 @@ def test_a_table_of_efficiencies_is_added(run: Path, tmp_path: Path) -> None:
 def test_the_file_stays_if_it_is_refused(tmp_path: Path) -> None:
     for text, steps, found in (
         (FILE, 15, "fewer than 16"),
-        (FILE.replace("fp32 = 40.0", "fp32 = 1e-6"), 60, "no plausible efficiency"),
+        (FILE.replace("fp32 = 40.0", "fp32 = 1e-4"), 60, "no plausible efficiency"),
         (FILE.replace("[mine.efficiency]\nproduct", "efficiency.product"), 60, "not lines"),
     ):
         run = write(tmp_path / "run", simulate(4, steps, noise=0.0, network=3e-3))

@@ -271,6 +271,13 @@ def test_a_layout_or_options_that_are_not_valid() -> None:
         with pytest.raises(ShoalError, match="no configuration") as caught:
             search_plans(model, NODE, 8, 16, fixed)
         assert fix in caught.value.fix
+    for fixed, devices, found, fix in (
+        (FixedOptions(schedule="interleaved", stages=99), 8, "no configuration", "--stages 2"),
+        (FixedOptions(schedule="interleaved"), 1, "no layout with a pipeline", "leave --schedule"),
+    ):
+        with pytest.raises(ShoalError, match=found) as caught:
+            search_plans(model, NODE, devices, 16, fixed)
+        assert fix in caught.value.fix
 
 
 def test_only_products_of_layers_are_in_fp8() -> None:

@@ -196,6 +196,13 @@ def test_a_known_step_moves_other_predictions() -> None:
         "7.4 layout=shard=8 batch=64 micro_batch=0",
         "7.4 layout=shard=8 batch=64 recompute=some",
         "7.4 layout=shard=8 batch=64 gpus=8",
+        "7.4 layout=shard=8 batch=64 batch=32",
+        "7.4 layout=shard=-1 batch=64",
+        "7.4 layout=tensor=7 batch=64",
+        "7.4 layout=expert=8 batch=64",
+        "7.4 layout=shard=8 batch=64 stages=4",
+        "7.4 layout=pipeline=64 batch=64 micro_batch=1",
+        "7.4 layout=pipeline=8 batch=64 micro_batch=1 schedule=zbv stages=4",
     ],
 )
 def test_wrong_known_steps(text: str) -> None:
@@ -252,6 +259,17 @@ def test_memory_with_recomputation(row: tuple[str, str, int, int, float]) -> Non
     )
     ratio = estimate_memory(parse_model(text), plan).total / (gib * 2**30)
     assert 1 / (1 + PUBLISHED_MARGIN) < ratio < 1.1
+
+
+def test_all_forward_passes_keep_the_logits_of_all_micro_batches() -> None:
+    # A trace of shoal.Pipeline has 114.6 bytes per score of a micro-batch, and 8 with a backward pass.
+    model = Transformer(hidden=256, layers=2, heads=4, vocab=8192, seq=128, tied=0, dropout=0)
+    plan = PlannedStep(layout=Layout(pipeline=2), global_batch=64, micro_batch=4, schedule="gpipe")
+    kinds = estimate_memory(model, plan).kinds
+    scores = 4 * 128 * 8192
+    assert (kinds["activations"] + kinds["logits"]) / scores == pytest.approx(114.6, rel=0.1)
+    one = estimate_memory(model, replace(plan, schedule="1f1b")).kinds["logits"]
+    assert one == 14 * scores
 
 
 def test_a_plan_without_its_margin_is_tight() -> None:

@@ -42,6 +42,14 @@ def test_the_answers_are_those_of_a_search_with_this_machine() -> None:
     assert slower["part"] == "products"
 
 
+def test_a_slow_device_multiplies_in_fp8_slowly_too() -> None:
+    machine = find_machine("h200")
+    slow = changed_machine(machine, "slowest=2")
+    assert (slow.half, slow.fp8) == (machine.half / 2, 989.5e12)
+    with pytest.raises(ShoalError, match="a100-80 has no rate fp8"):
+        changed_machine(A100, "fp8=2x")
+
+
 def test_text_and_page_have_a_row_for_each_question(tmp_path: Path) -> None:
     page = ("--html", str(tmp_path))
     done = shoal(*COMMAND[:-1], "--what-if", "network=2x", "--what-if", "memory=0.1x", *page)

@@ -74,6 +74,7 @@ def test_wrong_values() -> None:
         ("", "'' is not one NAME=NUMBER"),
         ("steps=0", "'steps=0' is not"),
         ("steps=nan", "'steps=nan' is not"),
+        ("steps=1e300", "at most 1e+18"),
         ("steps=5,steps=6", "'steps=6' is not"),
         ("weeks=3", "'weeks=3' is not"),
         ("mtbf=3,save=1,restart=1", "either steps or tokens"),

@@ -19,6 +19,7 @@ from shoal.tools.plan.show.parts import time_bars
 from shoal.tools.plan.time.known_step import machine_of_step
 from shoal.tools.plan.time.step_error import StepBand, step_band
 from shoal.tools.plan.time.step_time import StepParts, estimate_step
+from shoal.tools.plan.work.divisions import check_division
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
@@ -129,6 +130,7 @@ def check_run(
     if attempt is None or found is None:
         raise _unusable(directory, "it has recorded no steps", "check a run that took some steps")
     plan = _plan_of(directory, attempt, micro_batch, recompute, schedule, stages)
+    check_division(model, plan, f"--check {directory}, a run with {plan.layout}")
     usual = np.median(found.average(found.mean), axis=-1)
     measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
     step = estimate_step(model, plan, machine)

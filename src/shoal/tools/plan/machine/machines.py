@@ -152,8 +152,16 @@ class Machine:
         return replace(self, memory_bandwidth=bandwidth, link=self.link * part, efficiency=rates)
 
 
-_PLAUSIBLE = (1e-7, 1e9)
-"""The values of a machine file, in its units and with those of efficiencies."""
+_PLAUSIBLE = {
+    **dict.fromkeys(("half", "fp8", "tf32", "fp32"), (1e-4, 1e5)),
+    "memory": (0.1, 1e4),
+    **dict.fromkeys(("memory_bandwidth", "link", "network"), (1e-4, 1e5)),
+    **dict.fromkeys(("devices", "host", "units", "cores", "threads"), (1, 10**5)),
+}
+"""The values of a machine file, in its units."""
+_INTENSITY = (0.05, 5e3)
+"""FLOP of `half` per byte of memory bandwidth: 20 to 420 in the catalogue, a thousandth or a thousand
+times as much if one of them is in another unit."""
 _WHOLE = ("devices", "host", "units", "cores", "threads")
 SCALE = {
     "half": 1e12,
@@ -214,15 +222,15 @@ def parse_machine(name: str, table: object) -> Machine:
     mistakes = [f"{key} is unknown" for key in sorted(table.keys() - known)]
     mistakes += [f"{key} is missing" for key in sorted(required - table.keys())]
     for key in sorted((known - {"source", "efficiency"}) & table.keys()):
-        mistakes += _number_mistake(key, table[key], whole=key in _WHOLE)
+        mistakes += _number_mistake(key, table[key], _PLAUSIBLE[key], whole=key in _WHOLE)
     if "threads" in table and "cores" not in table:
         mistakes.append("threads needs cores")
     if not isinstance(table.get("source", ""), str):
         mistakes.append("source is not text")
     efficiency = table.get("efficiency", {})
     mistakes += _efficiency_mistakes(efficiency)
-    if not mistakes and table["memory"] * 1e9 <= _RESERVED:
-        mistakes.append(f"memory is {table['memory']} GB, and context and libraries take 1.5 GB")
+    if not mistakes:
+        mistakes += _combination_mistakes(table)
     if mistakes:
         raise _wrong(name, "; ".join(mistakes))
     values: dict[str, Any] = {
@@ -231,24 +239,39 @@ def parse_machine(name: str, table: object) -> Machine:
     return Machine(**values | {"name": name, "efficiency": replace(Efficiency(), **efficiency)})
 
 
+def _combination_mistakes(table: Mapping[str, Any]) -> list[str]:
+    mistakes = []
+    if table["memory"] * 1e9 <= _RESERVED:
+        mistakes.append(f"memory is {table['memory']} GB, and context and libraries take 1.5 GB")
+    if table["devices"] % table.get("host", 1):
+        mistakes.append(f"host {table['host']} does not divide devices {table['devices']}")
+    low, high = _INTENSITY
+    half, bandwidth = table["half"], table["memory_bandwidth"]
+    intensity = 1e3 * half / bandwidth
+    if not low <= intensity <= high:
+        mistakes.append(
+            f"half is {half:g} TFLOP/s and memory_bandwidth {bandwidth:g} GB/s, {intensity:.2g} "
+            "FLOP per byte: one of them is in another unit"
+        )
+    return mistakes
+
+
 def _efficiency_mistakes(table: object) -> list[str]:
     if not isinstance(table, dict):
         return ["efficiency is not a table"]
     mistakes = [f"efficiency.{key} is unknown" for key in sorted(table.keys() - RANGES.keys())]
     for key in sorted(table.keys() & RANGES.keys()):
-        low, high = RANGES[key]
-        wrong = _number_mistake(f"efficiency.{key}", table[key])
-        if not wrong and not low <= table[key] <= high:
-            wrong = [f"efficiency.{key} is {table[key]}, not between {low} and {high}"]
-        mistakes += wrong
+        mistakes += _number_mistake(f"efficiency.{key}", table[key], RANGES[key])
     return mistakes
 
 
-def _number_mistake(key: str, value: object, *, whole: bool = False) -> list[str]:
+def _number_mistake(
+    key: str, value: object, plausible: tuple[float, float], *, whole: bool = False
+) -> list[str]:
     kinds = (int,) if whole else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool):
         return [f"{key} is {value!r:.40}, not {'an integer' if whole else 'a number'}"]
-    low, high = _PLAUSIBLE
+    low, high = plausible
     return [] if low <= value <= high else [f"{key} is {value!r:.40}, not between {low:g} and {high:g}"]
 
 

@@ -86,8 +86,14 @@ def held_micro_batches(plan: PlannedStep, *, last: bool = False) -> Quantity:
         before = np.where(plan.splits, before, 0)
     usual = (stages - 1) * in_round + 1 + before
     begun = np.where(plan.folded, 2 * ranks + (name == "dualpipev"), usual)
-    every = (name == "gpipe") | (name == "looped")
-    return np.where(ranks == 1, 1.0, np.where(every, count, np.minimum(begun / stages, count)))
+    some = np.minimum(begun / stages, count)
+    return np.where(ranks == 1, 1.0, np.where(_forwards_first(plan), count, some))
+
+
+def _forwards_first(plan: PlannedStep) -> Quantity:
+    """Return whether a pipeline runs all forward passes before the first backward pass."""
+    name = plan.schedule
+    return (plan.layout.pipeline > 1) & ((name == "gpipe") | (name == "looped"))
 
 
 def stage_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
@@ -112,9 +118,15 @@ def _stage_parts(model: Transformer, plan: PlannedStep) -> tuple[Quantity, Quant
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
-    """Return the bytes of the output layer's result, and of the loss."""
+    """Return the bytes of the output layer's result, and of the loss.
+
+    If all forward passes come first, they keep the result and a third of the loss of each micro-batch.
+    """
     columns = model.vocab / np.where(plan.splits_logits, plan.layout.tensor, 1)
-    return plan.tokens(model.seq) * columns * (plan.score_bytes + plan.numbers.activation)
+    others = np.where(_forwards_first(plan), plan.micro_batches - 1, 0)
+    result = plan.numbers.activation
+    each = plan.score_bytes + result + others * (plan.score_bytes / 3 + result)
+    return plan.tokens(model.seq) * columns * each
 
 
 def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.work.divisions import degree_problem
 from shoal.tools.plan.work.planned_step import (
     ANY_PRECISION,
     FORMATS,
@@ -181,26 +182,14 @@ def _data_degrees(model: Transformer, ranks: int) -> Iterator[tuple[int, int]]:
 
 def layout_problem(model: Transformer, layout: Layout, batch: int) -> tuple[str, str] | None:
     """Return why a model can't be trained in a layout, and what helps; None if it can."""
-    if layout.expert > 1 and not model.experts:
-        return "the model has no experts", "leave expert out, or use --model …,experts=8,choices=2"
     if layout.tensor > 1 and model.experts:
         found = "tensor parallelism leaves experts whole"
         return found, "use the expert axis, or trace your module: --model train.py:build"
     if layout.pipeline > 1 and layout.context > 1:
         return "Shoal does not combine a pipeline and context parallelism", "use one of the two axes"
-    heads = model.key_heads
-    for count, what, axis in (
-        (heads, "key and value heads", "tensor"),
-        (model.width, "columns of the MLP", "tensor"),
-        (model.seq, "tokens of a sample", "context"),
-        (heads // layout.tensor, "key and value heads of a rank", "context"),
-        (model.experts, "experts", "expert"),
-    ):
-        degree = layout.degree(axis)
-        if count % degree:
-            most = math.gcd(count, degree)
-            fix = f"use {axis}={most}, and shard=-1 for the other devices"
-            return f"{axis}={degree} does not divide {count:,} {what}", fix
+    problem = degree_problem(model, layout)
+    if problem is not None:
+        return problem
     each = 1 + model.tied  # with one table, the first and the last stage are on one rank
     most = (model.layers + 1) // each
     if 1 < layout.pipeline > most:
@@ -244,7 +233,8 @@ def find_candidates(
     batch: int,
     fixed: FixedOptions = MIXED,
 ) -> Candidates:
-    """Return all configurations that Shoal can run. There is none if no layout is valid.
+    """Return all configurations that Shoal can run. There is none if no layout is valid, or if no
+    pipeline has the fixed schedule or stages.
 
     Raises ShoalError for a fixed layout that is not valid, and for FP8 on a machine without it.
     """
@@ -268,7 +258,9 @@ def find_candidates(
         if len(found):
             degrees = np.array([layout.degree(axis) for axis in AXES])
             blocks.append(np.hstack((np.broadcast_to(degrees, (len(found), len(AXES))), found)))
-    return Candidates(np.concatenate(blocks), batch)
+    every = Candidates(np.concatenate(blocks), batch)
+    unused = (fixed.schedule or fixed.stages) and not every.columns["piped"].any()
+    return Candidates(blocks[0], batch) if unused else every
 
 
 def _choices(

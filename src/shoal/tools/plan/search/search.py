@@ -251,6 +251,8 @@ def _no_configuration(
         unset = {name: None}
         free = replace(fixed, **unset)  # type: ignore[arg-type]
         others = find_candidates(model, machine, devices, batch, free)
+        if name in ("schedule", "stages"):
+            others = others.where(others.columns["piped"] > 0)
         if len(others.rows):
             values = " or ".join(map(str, np.unique(getattr(others, name))[:8]))
             return ShoalError(
@@ -258,6 +260,12 @@ def _no_configuration(
                 found="no configuration that Shoal can run has these options",
                 fix=f"use --{name.replace('_', '-')} {values}",
             )
+    if fixed.schedule or fixed.stages:
+        return ShoalError(
+            given=f"{' '.join(given)} -n {devices} --batch {batch}",
+            found="no layout with a pipeline is valid",
+            fix="leave --schedule and --stages out, or change the number of devices or the batch",
+        )
     nearest = max(1, round(batch / devices)) * devices
     return ShoalError(
         given=f"{counted(devices, 'device')}, global batch {batch}",
@@ -266,8 +274,8 @@ def _no_configuration(
     )
 
 
-RATES = ("half", "tf32", "fp32", "memory", "memory_bandwidth", "link", "network")
-COMPUTATION = ("half", "tf32", "fp32", "memory_bandwidth")
+COMPUTATION = ("half", "fp8", "tf32", "fp32", "memory_bandwidth")
+RATES = (*COMPUTATION, "memory", "link", "network")
 QUESTIONS = tuple(dict.fromkeys(("machine", "slowest", *RATES, *RANGES)))
 _FACTORS = (1e-3, 1e3)
 
@@ -315,6 +323,12 @@ def changed_machine(machine: Machine, question: str) -> Machine:
     if name == "slowest":
         return _times(machine, COMPUTATION, 1 / factor)
     if name in RATES:
+        if getattr(machine, name) is None:
+            raise ShoalError(
+                given=f"--what-if {question}",
+                found=f"{machine.name} has no rate {name}",
+                fix="leave it out, or use a machine file with this rate",
+            )
         return _times(machine, (name,), factor)
     low, high = RANGES[name]
     changed = getattr(machine.efficiency, name) * factor

@@ -13,6 +13,7 @@ from shoal.tools.plan.machine.machines import Machine, limited_efficiency
 from shoal.tools.plan.time.rates import peak_rate
 from shoal.tools.plan.time.step_error import StepErrors, published_errors
 from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.divisions import check_division
 from shoal.tools.plan.work.planned_step import FORMATS, RECOMPUTES, PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
@@ -127,6 +128,8 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
     """
     time, *words = text.split() or [""]
     values = dict(word.partition("=")[::2] for word in words)
+    if len(values) < len(words):
+        raise _wrong(text, "a name appears twice")
     unknown = [name for name in values if name not in _NAMES]
     missing = [name for name in ("layout", "batch") if name not in values]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(%|s)?", time)
@@ -143,6 +146,10 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
     machine.check_precision(precision)
     stages = int(values.get("stages", SCHEDULES[schedule].stages))
     layout = Layout.parse(values["layout"])
+    if -1 in vars(layout).values():
+        raise _wrong(text, f"the layout {layout} does not say on how many devices")
+    if layout.pipeline == 1 and {"schedule", "stages"} & values.keys():
+        raise _wrong(text, f"{layout} has no pipeline, whose schedule or stages these are")
     layout = layout.resolve(math.prod(max(1, each) for each in vars(layout).values()))
     batch = int(values["batch"])
     local = batch // layout.data_size
@@ -159,6 +166,7 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
         stages=stages if layout.pipeline > 1 else 1,
         sequence_parallel=layout.tensor > 1 and layout.pipeline == 1,
     )
+    check_division(model, plan, f'--known-step-time "{text}"')
     seconds = float(number[1])
     if number[2] == "%":
         peak = float(peak_rate(plan, machine))

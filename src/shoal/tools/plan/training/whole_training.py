@@ -88,6 +88,8 @@ class TrainingEstimate:
         return self.quantile(0.5)
 
 
+_LARGEST = 1e18
+"""The largest value of a training, in any unit."""
 _LONGEST = 1e10
 """Seconds between failures, over 300 years, above which a training has none."""
 
@@ -104,7 +106,11 @@ def parse_training(text: str) -> Training:
         key, _, value = part.partition("=")
         number = value if key == "trace" else _number(value)
         if key not in names or key in values or not number:
-            raise _wrong(text, f"{part!r} is not one NAME=NUMBER, above 0, of {', '.join(names)}")
+            raise _wrong(
+                text,
+                f"{part!r} is not one NAME=NUMBER of {', '.join(names)}, above 0 and "
+                f"at most {_LARGEST:g}",
+            )
         values[key] = number
     if ("steps" in values) == ("tokens" in values):
         raise _wrong(text, "it needs either steps or tokens, not both")
@@ -127,7 +133,7 @@ def _number(text: str) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if math.isfinite(number) and number > 0 else None
+    return number if 0 < number <= _LARGEST else None
 
 
 def _wrong(text: str, found: str) -> ShoalError:
