@@ -163,6 +163,11 @@ def test_bands_are_wide_where_little_is_known() -> None:
     small = parse_model("gpt2,layers=2,hidden=256,heads=4")
     step = estimate_step(small, replace(plan, micro_batch=1), A100)
     assert any("wait for the host" in reason for reason in step_band(step, A100).reasons)
+    many = replace(plan, layout=Layout(replicate=512, shard=8), global_batch=64 * 512)
+    step = estimate_step(LLAMA, many, A100)
+    band = step_band(step, A100)
+    assert band.high / step.total > 1.18
+    assert band.reasons == ("clusters with this many devices differ",)
 
 
 def test_a_known_step_moves_other_predictions() -> None:
@@ -171,6 +176,9 @@ def test_a_known_step_moves_other_predictions() -> None:
     machine = machine_of_step(LLAMA, plan, A100, 1.2 * before)
     # A step has an error of its own too.
     assert 1.08 < estimate_step(LLAMA, plan, machine).total / before < 1.2
+    # If it is far off, its source is, as with a slower network.
+    far = machine_of_step(LLAMA, plan, A100, 1.4 * before)
+    assert estimate_step(LLAMA, plan, far).total == pytest.approx(1.4 * before, rel=0.02)
     other = replace(plan, layout=Layout(replicate=2, shard=8), global_batch=128)
     moved, usual = (estimate_step(LLAMA, other, each) for each in (machine, A100))
     assert moved.total > 1.07 * usual.total

@@ -49,10 +49,12 @@ def moved_machine(
     Args:
         machine: The machine before.
         errors: Standard deviations.
-        fractions: Those of the step (`StepErrors.fractions`).
+        fractions: Those of the step (`StepErrors.fractions`), and `excess`, the variance of its source
+            beyond that of published ones.
         amount: How far: 0 for not at all, positive for a slower machine.
     """
     every = errors.source**2 + errors.machine**2 * fractions["machine"]
+    every += errors.parts["scale"] ** 2 * fractions["scale"] + fractions["excess"]
     powers = dict.fromkeys((*_COMPUTATION, *_LINKS, *_SECONDS), every)
     for part, names in _PARTS.items():
         for name in names:
@@ -74,10 +76,17 @@ def known_machine(
     fractions: Mapping[str, float],
     measured: float,
 ) -> Machine:
-    """Return the machine that fits a measured step, except the error that this step has alone."""
-    common = errors.covariance(fractions, fractions)
+    """Return the machine that fits a measured step, except the error that this step has alone.
+
+    If the step is farther from its prediction than published ones, its source is: the variance of the
+    source is then the most probable one.
+    """
+    common, alone = errors.covariance(fractions, fractions), errors.alone(fractions)
     before = seconds_of(machine)
-    target = before * (measured / before) ** (common / (common + errors.alone(fractions)))
+    error = math.log(measured / before)
+    excess = max(0.0, error**2 - alone - common)
+    fractions, common = {**fractions, "excess": excess}, common + excess
+    target = before * math.exp(error * common / (common + alone))
     low, high = -_FARTHEST / common, _FARTHEST / common
     for _ in range(_STEPS):
         middle = (low + high) / 2

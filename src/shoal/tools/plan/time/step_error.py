@@ -26,14 +26,18 @@ _REASONS = {
     "communication": "most of the step is communication",
     "attention": "most of the step is attention",
     "fp8": "steps in FP8 differ in their casts and scales",
+    "scale": "clusters with this many devices differ",
 }
 PARTS: Mapping[str, tuple[str, ...]] = {
     "host": ("launch",),
     "communication": ("tensor", "context", "experts", "imbalance", "pipeline", "data"),
     "attention": ("attention",),
     "fp8": ("fp8",),
+    "scale": (),
 }
-"""The parts of a step with an uncertainty of their own, and how `StepParts` names them."""
+"""The parts of a step with an uncertainty of their own, and how `StepParts` names them. `scale` is that
+of many devices: the decimal logarithm of their number, from _SMALL."""
+_SMALL = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,9 @@ class StepErrors:
         """Return the variance of a step, also of one whose source has a known step."""
         common = self.covariance(one, one)
         if known is not None:
-            total = self.covariance(known, known) + self.alone(known)
-            common -= self.covariance(one, known) ** 2 / total
+            excess = known["excess"]
+            total = self.covariance(known, known) + excess + self.alone(known)
+            common += excess - (self.covariance(one, known) + excess) ** 2 / total
         return common + self.alone(one)
 
     def fractions(self, step: StepParts, machine: Machine) -> dict[str, float]:
@@ -81,6 +86,7 @@ class StepErrors:
         }
         # Layers take (device^4 + host^4)^(1/4), which is how much of a step follows the host.
         found["host"] = 1 - (1 - found["host"]) ** 4
+        found["scale"] = math.log10(max(step.devices, _SMALL) / _SMALL)
         return found | {"machine": float("experts" in step.parts or not self.knows(machine))}
 
     def knows(self, machine: Machine) -> bool:

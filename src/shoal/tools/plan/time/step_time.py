@@ -7,7 +7,7 @@ bubble of a pipeline is simulated, action by action.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ _PASSES = ("products", "fp8", "convolutions", "attention", "memory", "recompute"
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of one optimizer step by part. They add up to `total`.
+    """Seconds of one optimizer step on some devices by part. They add up to `total`.
 
     `memory` are element-wise operations and the operands of products, `launch` is the time between
     operations and for the host, `bubble` the waiting for other pipeline stages, `stragglers` that for
@@ -42,11 +42,13 @@ class StepParts:
     """
 
     parts: Mapping[str, Quantity]
+    devices: int = 1
 
     @classmethod
-    def of(cls, **parts: Quantity) -> StepParts:
+    def of(cls, devices: int = 1, **parts: Quantity) -> StepParts:
         """Return numbers, or arrays of several plans, by name."""
-        return cls({name: one if np.ndim(one) else float(one) for name, one in parts.items()})
+        found = {name: one if np.ndim(one) else float(one) for name, one in parts.items()}
+        return cls(found, devices)
 
     @property
     def total(self) -> Quantity:
@@ -165,7 +167,7 @@ def estimate_step(model: Transformer, plan: PlannedStep, machine: Machine) -> St
     step = bound_step(model, plan, machine, each)
     if plan.layout.pipeline == 1:
         return step
-    return StepParts({**step.parts, "bubble": pipeline_bubble(model, plan, each)})
+    return replace(step, parts={**step.parts, "bubble": pipeline_bubble(model, plan, each)})
 
 
 def bound_step(
@@ -193,6 +195,7 @@ def bound_step(
     overhead = OVERHEAD if plan.eager and not machine.is_cpu else 0.0
     routed = {"experts": each.experts, "imbalance": each.busiest} if model.experts else {}
     return StepParts.of(
+        plan.layout.size,
         products=passes.products,
         fp8=passes.fp8,
         attention=passes.attention,
