@@ -211,10 +211,15 @@ def resolve_layout(text: str, devices: int) -> Layout:
     try:
         return Layout.parse(text).resolve(devices)
     except ShoalError as error:
+        better = f"{text},replicate=-1"
+        try:
+            Layout.parse(better).resolve(devices)
+        except ShoalError:
+            better = "replicate=-1"
         raise ShoalError(
             given=f"--layout {text} -n {devices}",
             found=error.found,
-            fix="use a layout of as many devices, such as --layout replicate=-1",
+            fix=f"use a layout of as many devices, such as --layout {better}",
         ) from None
 
 

@@ -144,8 +144,9 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(%|s)?", time)
     whole = all(values.get(name, "1").isdecimal() for name in ("batch", "micro_batch", "stages"))
     if unknown or missing or number is None or not float(number[1]) or not whole:
-        found = f"{time!r} is not a time or an MFU" if number is None else f"it has {sorted(values)}"
-        raise _wrong(text, found)
+        found = f"{time!r} is not a time or an MFU" if number is None else "a number is not valid"
+        found = f"{', '.join(missing)} missing" if missing else found
+        raise _wrong(text, f"{unknown[0]!r} is not one of {', '.join(_NAMES)}" if unknown else found)
     recompute, precision = values.get("recompute", "none"), values.get("precision", "mixed")
     schedule = values.get("schedule", "1f1b")
     known = recompute in RECOMPUTES, precision in FORMATS, schedule in SCHEDULES
