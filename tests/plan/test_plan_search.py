@@ -248,6 +248,7 @@ def test_a_layout_or_options_that_are_not_valid() -> None:
     model = replace(MODEL, tied=0)
     for layout, batch, found, fix in (
         ("shard=4", 16, "4 processes", "--layout"),
+        ("tensor=2", 16, "2 processes", "--layout tensor=2,replicate=-1"),
         ("shard=-1,tensor=3", 16, "multiple of 3", "--layout"),
         ("tensor=8", 16, "tensor=8 does not divide 4 key and value heads", "use tensor=4"),
         ("pipeline=8", 16, "pipeline=8 has 8 stages for 4 layers", "use pipeline=4"),
