@@ -29,7 +29,6 @@ from shoal.tools.verify.operations import (
     first_operation,
     first_operation_by_rows,
     last_line,
-    same_step,
     undecided,
 )
 from shoal.tools.verify.progress import VerifyProgress
@@ -270,10 +269,10 @@ class _Audit:
         if finding.name == RESUME:
             offset = difference.steps[0] - difference.steps[1]
             restart = Restart(runs[0], runs[1], offset, self._source)
-            ends = [same_step(*pair) for pair in zip(first, second, strict=True)]
-            first, second = [a for a, _ in ends], [b for _, b in ends]
-        compare = first_operation if len(first) == len(second) else first_operation_by_rows
-        found = compare(first, second)
+        if len(first) == len(second):
+            found = first_operation(first, second, restarted=restart is not None)
+        else:
+            found = first_operation_by_rows(first, second)
         evidence, cause = finding.evidence, finding.cause
         if found is not None:
             evidence = f"{evidence}; {found}"
