@@ -168,14 +168,10 @@ class _Audit:
         self._started.append(f"{name}{at}")
         self._variants[name] = variant
         steps = variant.trace_at or self._request.steps
-        if kill is None:
-            self._progress.run_starts(name, steps)
-            record = run_variant(self._request, variant, self._servers)
-        else:
-            self._progress.run_starts(name, kill - 1)
-            restarts = partial(self._progress.run_starts, name, steps, restarted=True)
-            record = run_killed(self._request, variant, self._servers, restarts=restarts)
-        self._records[name] = record
+        restarts = partial(self._progress.run_starts, name, steps, restarted=True)
+        run = run_variant if kill is None else partial(run_killed, restarts=restarts)
+        self._progress.run_starts(name, steps if kill is None else kill - 1)
+        record = self._records[name] = run(self._request, variant, self._servers)
         return record
 
     def _observe(self, variant: Variant) -> RunRecord:

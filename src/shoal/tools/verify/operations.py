@@ -153,22 +153,19 @@ def first_operation(
             difference = _difference(x, y)
             # A number that is read makes a difference where it is used, if anywhere.
             if difference is not None and (difference.part, difference.operation) != READ:
-                older = restarted and difference.part == "input" and _have_common_origin((a, x), (b, y))
+                older = restarted and difference.part == "input" and _have_common_origin(a, x, b, y)
                 found.append((position, None if older else difference))
                 break
     return min(found, key=lambda entry: entry[0])[1] if found else None
 
 
-def _have_common_origin(*places: tuple[Trace, TracedOperation]) -> bool:
+def _have_common_origin(a: Trace, x: TracedOperation, b: Trace, y: TracedOperation) -> bool:
     """Return whether inputs that differ were computed from equal tensors, or at the same line."""
-    for pair in zip(*(record.inputs for _, record in places), strict=False):
-        if len({each.checksum for each in pair}) > 1:
-            one, other = (
-                _origins(trace, record, tensor.checksum)
-                for (trace, record), tensor in zip(places, pair, strict=True)
-            )
-            return not one.isdisjoint(other)
-    return False
+    return any(
+        not _origins(a, x, one.checksum).isdisjoint(_origins(b, y, other.checksum))
+        for one, other in zip(x.inputs, y.inputs, strict=False)
+        if one.checksum != other.checksum
+    )
 
 
 def _origins(trace: Trace, user: TracedOperation, tensor: str) -> set[str | tuple[str, str]]:
