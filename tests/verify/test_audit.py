@@ -131,10 +131,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if os.path.exists("last.pt"):
     state, first = torch.load("last.pt")
     model.load_state_dict(state)
-for step in range(first, 6):
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
+
+
+def closure():
     optimizer.zero_grad()
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward()
+    return loss
+
+
+for step in range(first, 6):
+    optimizer.step(closure)
     torch.save((model.state_dict(), step + 1), "new.pt")
     os.replace("new.pt", "last.pt")  # fails, if another process has renamed the file
 """

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from shoal.tools.verify.operations import (
+    OperationDifference,
     TracedOperation,
     TracedTensor,
     first_operation,
     first_operation_by_rows,
-    same_step,
 )
 
 
@@ -141,8 +141,22 @@ def test_the_start_of_a_restarted_script_is_not_compared() -> None:
     start = call("load", tensor(7.0), tensor(7.0), line="train.py:3")
     before = call("save", tensor(8.0), tensor(8.0), line="train.py:4")
     changed = replace(B, arguments=("0.2",))
-    ends = same_step([before, A, B], [start, start, A, changed])
-    assert ends == ([A, B], [A, changed])
-    found = first_operation([ends[0]], [ends[1]])
+    found = first_operation([[before, A, B]], [[start, start, A, changed]], restarted=True)
     assert found is not None
     assert found.part == "argument"
+
+
+def test_a_restart_lacks_no_tensor_that_it_computes_from_the_same_samples() -> None:
+    batch, mask, other = tensor(3.0), tensor(1.0), tensor(0.0)
+    select = call("where", mask, tensor(5.0), phase="backward")
+    restarted = replace(select, inputs=(other,), outputs=(tensor(6.0),))
+
+    def compare(made: TracedOperation) -> OperationDifference | None:
+        run = [call("lt", batch, mask, line="train.py:5"), A, select]
+        return first_operation([run], [[made, restarted]], restarted=True)
+
+    assert compare(call("gt", batch, other, line="train.py:7")) is None
+    assert compare(call("lt", tensor(4.0), other, line="train.py:5")) is None
+    found = compare(call("zeros", tensor(), other, line="train.py:2"))
+    assert found is not None
+    assert found.part == "input"

@@ -135,12 +135,7 @@ def test_the_first_order_again_is_a_generator_that_was_not_saved_if_no_step_is_r
 
     base = run(rank(0, 1, 2))
     for again, name in (
-        (
-            rank(
-                0,
-            ),
-            "generator state not in the checkpoint",
-        ),
+        (rank(0), "generator state not in the checkpoint"),
         (rank(0, 1), None),
     ):
         found = Restart(base, run(again), 2, SOURCE).state_cause("samples", 0, 0)

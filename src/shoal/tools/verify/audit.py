@@ -29,7 +29,6 @@ from shoal.tools.verify.operations import (
     first_operation,
     first_operation_by_rows,
     last_line,
-    same_step,
     undecided,
 )
 from shoal.tools.verify.progress import VerifyProgress
@@ -169,14 +168,10 @@ class _Audit:
         self._started.append(f"{name}{at}")
         self._variants[name] = variant
         steps = variant.trace_at or self._request.steps
-        if kill is None:
-            self._progress.run_starts(name, steps)
-            record = run_variant(self._request, variant, self._servers)
-        else:
-            self._progress.run_starts(name, kill - 1)
-            restarts = partial(self._progress.run_starts, name, steps, restarted=True)
-            record = run_killed(self._request, variant, self._servers, restarts=restarts)
-        self._records[name] = record
+        restarts = partial(self._progress.run_starts, name, steps, restarted=True)
+        run = run_variant if kill is None else partial(run_killed, restarts=restarts)
+        self._progress.run_starts(name, steps if kill is None else kill - 1)
+        record = self._records[name] = run(self._request, variant, self._servers)
         return record
 
     def _observe(self, variant: Variant) -> RunRecord:
@@ -270,10 +265,10 @@ class _Audit:
         if finding.name == RESUME:
             offset = difference.steps[0] - difference.steps[1]
             restart = Restart(runs[0], runs[1], offset, self._source)
-            ends = [same_step(*pair) for pair in zip(first, second, strict=True)]
-            first, second = [a for a, _ in ends], [b for _, b in ends]
-        compare = first_operation if len(first) == len(second) else first_operation_by_rows
-        found = compare(first, second)
+        if len(first) == len(second):
+            found = first_operation(first, second, restarted=restart is not None)
+        else:
+            found = first_operation_by_rows(first, second)
         evidence, cause = finding.evidence, finding.cause
         if found is not None:
             evidence = f"{evidence}; {found}"

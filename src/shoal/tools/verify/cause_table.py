@@ -15,6 +15,7 @@ class CauseEvidence(NamedTuple):
     change: str
 
 
+SCHEDULER = "scheduler stepped per micro-batch or per rank"
 CAUSES = (
     CauseEvidence(
         "DistributedSampler padding",
@@ -227,7 +228,7 @@ CAUSES = (
         "do not branch on the rank, the time, or the order of a set",
     ),
     CauseEvidence(
-        "scheduler stepped per micro-batch or per rank",
+        SCHEDULER,
         "two scheduler steps, or later rates",
         "call `scheduler.step()` once after each `optimizer.step()`{}",
     ),

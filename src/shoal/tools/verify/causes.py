@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.tools.verify.cause_table import STATES, because
+from shoal.tools.verify.cause_table import SCHEDULER, STATES, because
 from shoal.tools.verify.observations import (
     ACCELERATE,
     GENERATORS,
@@ -249,21 +249,6 @@ def _seed_line(run: RunRecord) -> str:
     return next((line for line in lines if line not in shared), "")
 
 
-def schedule_cause(line: str, change: str = "") -> LikelyCause:
-    """Return that a scheduler is stepped more than once per optimizer step."""
-    return because("scheduler stepped per micro-batch or per rank", line, change)
-
-
-def file_cause(line: str) -> LikelyCause:
-    """Return the line that writes one file on several ranks."""
-    return because("each rank writes the same file", line)
-
-
-def metric_cause(line: str) -> LikelyCause:
-    """Return the line that reduces a metric over ranks that depends on their number."""
-    return because("metric computed per rank", line)
-
-
 def world_size_cause(
     kind: str, a: RunRecord, b: RunRecord, position: int, source: ScriptSource
 ) -> LikelyCause | None:
@@ -275,7 +260,7 @@ def world_size_cause(
         return because("batch size per rank", line)
     if kind.startswith("learning rates") and _rates_are_ahead(a, b):
         line = b.ranks[0].called("scheduler built") or source.name
-        return schedule_cause(line, ", and do not pass it to `Accelerator.prepare`")
+        return because(SCHEDULER, line, ", and do not pass it to `Accelerator.prepare`")
     if not kind.startswith(("gradients", "parameters")):
         return None
     steps = [rank.steps[position] for rank in b.ranks]

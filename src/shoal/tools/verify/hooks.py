@@ -26,10 +26,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from shoal._torch.dataloader import observe_batches
@@ -60,6 +57,7 @@ from shoal.tools.verify.observed_calls import (
     REDUCTIONS,
     NoInput,
     call_after,
+    call_before_updates,
     makes_state,
     observe_calls,
     observe_clipping,
@@ -326,7 +324,7 @@ class Observer:
             for name, buffer in root.named_buffers()
         }
 
-    def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """Record the state before an update; end the process if this is the step of the kill."""
         if makes_state():
             return
@@ -449,7 +447,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> Observer:
     observer = Observer(options, rank)
     register_module_forward_pre_hook(observer.forward_begins)
     register_module_forward_hook(observer.forward_ends)
-    register_optimizer_step_pre_hook(observer.before_step)
+    call_before_updates(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
     call_after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)

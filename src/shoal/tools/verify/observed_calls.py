@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Written = Callable[[str], None]
 CACHES = ("__pycache__", ".lock")
@@ -73,6 +74,28 @@ def call_after(owner: Any, name: str, call: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, function)
+
+
+def call_before_updates(call: Callable[[Optimizer], None]) -> None:
+    """Call `call` before each update of an optimizer, which is after the first call of a closure."""
+
+    def step_begins(optimizer: Optimizer, args: Any, named: Any) -> Any:
+        closure = next(filter(callable, (*args, *named.values())), None)
+        if closure is None:
+            call(optimizer)
+            return None
+        calls = [call]
+
+        def observed() -> Any:
+            loss = closure()
+            while calls:
+                calls.pop()(optimizer)
+            return loss
+
+        values = {key: observed if each is closure else each for key, each in named.items()}
+        return tuple(observed if each is closure else each for each in args), values
+
+    register_optimizer_step_pre_hook(step_begins)
 
 
 def observe_calls(called: Callable[[str], None]) -> None:

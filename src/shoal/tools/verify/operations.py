@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, Literal
 
 ROUNDING = 1e-4
@@ -138,20 +138,44 @@ def last_line(trace: Trace, tensors: Collection[str]) -> str:
     return next((line for line in made if line), "")
 
 
-def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> OperationDifference | None:
+def first_operation(
+    first: Sequence[Trace], second: Sequence[Trace], *, restarted: bool = False
+) -> OperationDifference | None:
     """Compare two runs with the same number of ranks, bit by bit, rank by rank.
 
-    A difference reaches the other ranks in a later collective, so the earliest one counts.
+    A difference reaches the other ranks in a later collective, so the earliest one counts. Of a run and
+    its restart, the ends of the traces are compared; None if the difference begins before these.
     """
-    found: list[tuple[int, OperationDifference]] = []
+    found: list[tuple[int, OperationDifference | None]] = []
     for a, b in zip(first, second, strict=True):
-        for position, (x, y) in enumerate(zip_longest(a, b)):
+        ends = same_step(a, b) if restarted else (a, b)
+        for position, (x, y) in enumerate(zip_longest(*ends)):
             difference = _difference(x, y)
             # A number that is read makes a difference where it is used, if anywhere.
             if difference is not None and (difference.part, difference.operation) != READ:
-                found.append((position, difference))
+                older = restarted and difference.part == "input" and _have_common_origin(a, x, b, y)
+                found.append((position, None if older else difference))
                 break
     return min(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def _have_common_origin(a: Trace, x: TracedOperation, b: Trace, y: TracedOperation) -> bool:
+    """Return whether inputs that differ were computed from equal tensors, or at the same line."""
+    return any(
+        not _origins(a, x, one.checksum).isdisjoint(_origins(b, y, other.checksum))
+        for one, other in zip(x.inputs, y.inputs, strict=False)
+        if one.checksum != other.checksum
+    )
+
+
+def _origins(trace: Trace, user: TracedOperation, tensor: str) -> set[str | tuple[str, str]]:
+    """Return the tensors from which the operations before `user` made one, and these operations."""
+    found: set[str | tuple[str, str]] = {tensor}
+    for record in reversed(list(takewhile(lambda each: each is not user, trace))):
+        if any(output.checksum in found for output in record.outputs):
+            found |= {each.checksum for each in record.inputs}
+            found.add((record.operation, record.line))
+    return found
 
 
 def _difference(x: TracedOperation | None, y: TracedOperation | None) -> OperationDifference | None:

@@ -6,17 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from shoal.tools.verify.cause_table import SCHEDULER, because
 from shoal.tools.verify.causes import (
     Restart,
     ScriptSource,
     draw_cause,
-    file_cause,
-    metric_cause,
     order_cause,
     repeat_cause,
     replica_cause,
     sampler_cause,
-    schedule_cause,
     world_size_cause,
 )
 from shoal.tools.verify.metrics import first_metric
@@ -363,7 +361,7 @@ def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
                 if step.scheduler_steps > 1:
                     evidence = f"{run.name}, rank {rank.rank}, before step {step.step}: "
                     evidence += f"{step.scheduler_steps} scheduler steps in one optimizer step"
-                    return refuted(SCHEDULE, evidence, schedule_cause(step.scheduler_line))
+                    return refuted(SCHEDULE, evidence, because(SCHEDULER, step.scheduler_line))
     if scheduled:
         return held(SCHEDULE, len(scheduled))
     return undecided(SCHEDULE, "the script's code stepped no scheduler of torch")
@@ -380,7 +378,9 @@ def decide_files(runs: Sequence[RunRecord]) -> PropertyFinding:
                 if first != rank.rank:
                     evidence = f"{run.name}: ranks {first} and {rank.rank} wrote {file.path} "
                     evidence += f"after {file.step} steps"
-                    return refuted(FILES, evidence, file_cause(file.line))
+                    return refuted(
+                        FILES, evidence, because("each rank writes the same file", file.line)
+                    )
         observed += bool(writers)
     if observed:
         return held(FILES, observed)
@@ -420,12 +420,10 @@ def decide_world_size(
     largest, bits = 0.0, True
     divided = _divided_loaders(runs)
     for run in others:
-        metric = None
-        if repetition is not None and run is others[-1]:
-            metric = first_metric(reference, run, repetition)
-        for position in range(min(reference.length, run.length)):
-            if metric is not None and metric.step <= position:
-                break
+        again = repetition if run is others[-1] else None
+        metric = None if again is None else first_metric(reference, run, again)
+        length = min(reference.length, run.length)
+        for position in range(length if metric is None else min(length, metric.step)):
             step = run.ranks[0].steps[position]
             kind, difference = _difference_up_to_rounding(reference, run, position, divided)
             if kind:
@@ -441,7 +439,7 @@ def decide_world_size(
         if metric is not None:
             evidence = f"{reference.name} and {run.name}: after step {metric.step}: a metric is "
             evidence += f"{metric.values}, from equal outputs of the model"
-            return refuted(WORLD, evidence, metric_cause(metric.line))
+            return refuted(WORLD, evidence, because("metric computed per rank", metric.line))
     if not others or not all(run.length for run in runs):
         return undecided(WORLD, "fewer than two numbers of ranks took a step")
     how = "equal in all bits" if bits else f"up to rounding: largest relative difference {largest:.1e}"
