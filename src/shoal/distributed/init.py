@@ -82,7 +82,7 @@ def init(
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
             available, torch has another default device, the process group can't form, it contradicts an
-            argument, an earlier World of several ranks is open, or a `seed` is given in the
+            argument, an earlier World of several ranks is open, or another `seed` is given in the
             `with` block of an earlier World.
         LayoutError: If the layout does not fit the number of processes, or does not allow
             `exact="bits"`.
@@ -96,7 +96,7 @@ def init(
         check_integer(LaunchError, "shoal.init", "seed", seed, -(2**63), most=2**64 - 1)
     check_choice(LaunchError, "shoal.init", "exact", exact, EXACT)
     check_integer(LaunchError, "shoal.init", "virtual_ranks", virtual_ranks, 1, usual=VIRTUAL_RANKS)
-    if seed is not None and any(not world.simulated for world in ENTERED):
+    if seed is not None and any(world.seed != seed and not world.simulated for world in ENTERED):
         raise LaunchError(
             given=f"shoal.init(seed={seed}) inside of `with shoal.init() as world:`",
             found="it would change the seeds of the earlier World, which is still open",
