@@ -67,8 +67,17 @@ def frozen_objects() -> None:
 
 
 @pytest.fixture(autouse=True)
-def unseeded() -> None:
-    """A test does not begin with the seed of another one, which `shoal.init` would keep."""
+def unseeded() -> Iterator[None]:
+    """A test, or a fixture of a file, does not begin with the seed of another test.
+
+    `shoal.init` would keep it.
+    """
+    unseed()
+    yield
+    unseed()
+
+
+def unseed() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(2**62)
 
