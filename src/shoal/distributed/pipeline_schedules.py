@@ -21,6 +21,13 @@ class PipelineAction(NamedTuple):
     micro: int
 
 
+def stage_owners(stages: int, ranks: int, *, folded: bool) -> list[int]:
+    """Return the rank within the pipeline that has each stage."""
+    if folded:
+        return [*range(ranks), *reversed(range(ranks))]
+    return [stage % ranks for stage in range(stages)]
+
+
 class _Actions:
     """The actions of one rank, if stages go down the ranks and up again: its own are `down` and `up`.
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from shoal._torch.pipelining import splits_backward
-from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.distributed.pipeline_schedules import SCHEDULES, stage_owners
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.contracts import Engine
@@ -193,9 +193,7 @@ class Pipeline:
                 found=f"this schedule needs {wanted} stage(s) on each rank",
                 fix=f"pass {ranks * per_rank - 1} split points for {ranks * per_rank} stages",
             )
-        if kind.folded:
-            return [*range(ranks), *reversed(range(ranks))]
-        return [stage % ranks for stage in range(stages)]
+        return stage_owners(stages, ranks, folded=kind.folded)
 
 
 def wide(model: nn.Module) -> set[str]:

@@ -1,7 +1,7 @@
 """Seconds of one optimizer step by part, from the dimensions of a transformer, and their error.
 
-The formulas take one plan, or many at once as arrays, for which they are lower bounds. In one plan, the
-bubble of a pipeline is simulated, action by action.
+The formulas take one plan, or many at once as arrays, with the least possible bubble of a pipeline. The
+bubble of one plan is simulated, action by action.
 """
 
 from __future__ import annotations

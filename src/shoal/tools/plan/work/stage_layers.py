@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shoal.distributed.pipeline_schedules import stage_owners
 from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.transformer import Transformer
 
@@ -63,11 +64,6 @@ def stage_layers(model: Transformer, plan: PlannedStep) -> Sequence[float]:
     return _layers(model, stages, even=plan.split_sends)
 
 
-def stage_owner(stage: int, ranks: int, *, folded: bool) -> int:
-    """Return the rank within the pipeline that has a stage."""
-    return 2 * ranks - 1 - stage if folded and stage >= ranks else stage % ranks
-
-
 def split_layers(model: Transformer, plan: PlannedStep) -> StageSplit:
     """Return the layers of the ranks of a plan, or of many plans."""
 
@@ -90,7 +86,7 @@ def _split(model: Transformer, ranks: int, stages: int, folded: bool, even: bool
     """Return the fields of `StageSplit`."""
     count = ranks * stages
     layers = _layers(model, count, even=even)
-    owners = [stage_owner(stage, ranks, folded=folded) for stage in range(count)]
+    owners = stage_owners(count, ranks, folded=folded)
     own = [sum(layers[s] for s in range(count) if owners[s] == rank) for rank in range(ranks)]
     output = owners[-1]
     tables = [float(rank == 0) + (rank == output) for rank in range(ranks)]
